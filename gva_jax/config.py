@@ -1,0 +1,343 @@
+"""What a run is, as frozen dataclasses; every mistake is refused here, before anything is built or written.
+
+A file in `configs/` defines `config() -> RunConfig`; variants modify a base with `dataclasses.replace`. The command
+line overrides single fields by their dotted names (`--train.steps 50`). This module imports nothing heavy.
+"""
+
+import dataclasses
+import importlib.util
+import json
+import math
+import os
+import sys
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+
+class ConfigError(ValueError):
+    """A user's mistake, told in one line: the field, the value it has, and what would be right."""
+
+
+def require(condition: bool, name: str, value: Any, right: str) -> None:
+    """Raises `ConfigError("name = value: right")` unless `condition` holds."""
+    if not condition:
+        raise ConfigError(f"{name} = {value!r}: {right}")
+
+
+def check_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    """Refuses head counts that no attention family can have. G divides H."""
+    require(num_heads >= 1, "num_heads", num_heads, "must be 1 or more")
+    require(num_kv_heads >= 1, "num_kv_heads", num_kv_heads, "must be 1 or more")
+    require(num_heads % num_kv_heads == 0, "num_kv_heads", num_kv_heads, f"must divide num_heads = {num_heads}")
+    require(head_dim >= 1, "head_dim", head_dim, "must be 1 or more")
+
+
+def check_rope_dim(rope_dim: int | None, head_dim: int) -> None:
+    """Refuses a rotary width r that is odd, negative, or leaves no content width (None: full RoPE, d even)."""
+    if rope_dim is None:
+        require(head_dim % 2 == 0, "head_dim", head_dim, "must be even for full RoPE (rope_dim = None)")
+        return
+    require(rope_dim >= 0 and rope_dim % 2 == 0, "rope_dim", rope_dim, "must be even and not negative")
+    right = f"must be below head_dim = {head_dim}; for full RoPE on the reconstructed keys leave it None"
+    require(rope_dim < head_dim, "rope_dim", rope_dim, right)
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """One attention layer. A family takes the fields it knows; one that it does not know must keep its default."""
+
+    # Attention family: a name from gva_jax.attention.registry (mha, gqa, mqa, mla, gva).
+    family: str = "gva"
+    # Query heads, H.
+    num_heads: int = 16
+    # Value groups (KV heads), G; divides H. None: one per query head.
+    num_kv_heads: int | None = None
+    # Head width, d.
+    head_dim: int = 64
+    # Rotary width, r (GVA, MLA): even and below d; 0 for no position; None for full RoPE.
+    rope_dim: int | None = None
+    # Base of the rotary frequencies.
+    rope_base: float = 10_000.0
+    # RMS-normalise queries over the head width, before the rotary split.
+    q_norm: bool = False
+    # RMS-normalise keys (MHA, GQA, MQA only: normalised keys would not fold into the query).
+    k_norm: bool = False
+    # Latent width, c (MLA only).
+    latent_dim: int | None = None
+    # Initialisation of the key map (GVA only): std 0.02, or keys that start at the queries' RMS.
+    init: Literal["default", "scale_matched"] = "default"
+    # Training form (GVA only): fold the key map into the query, or make the keys.
+    form: Literal["absorbed", "materialised"] = "absorbed"
+
+    def __post_init__(self):
+        check_heads(self.num_heads, self.num_kv_heads or self.num_heads, self.head_dim)
+        check_rope_dim(self.rope_dim, self.head_dim)
+        require(self.rope_base > 1, "rope_base", self.rope_base, "must be above 1")
+        require(self.latent_dim is None or self.latent_dim >= 1, "latent_dim", self.latent_dim, "must be 1 or more")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only transformer: pre-RMSNorm, SwiGLU, no biases."""
+
+    # Vocabulary size.
+    vocab_size: int = 8192
+    # Layers, L.
+    num_layers: int = 6
+    # Model width, D.
+    model_dim: int = 128
+    # SwiGLU hidden width.
+    hidden_dim: int = 384
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    # Use the embedding as the output matrix.
+    tie_embeddings: bool = True
+    # Dropout on each residual branch while training.
+    dropout: float = 0.0
+    # Scan over stacked layers (compile time independent of depth) rather than unrolling them.
+    scan_layers: bool = True
+    # What the backward pass recomputes: nothing, all but matrix products' results, or whole layers.
+    remat: Literal["none", "dots", "full"] = "none"
+    # Activations. Softmax, norms' statistics and logits are float32 whatever this says.
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    # Parameters and optimiser state.
+    param_dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+
+    def __post_init__(self):
+        for name in ("vocab_size", "num_layers", "model_dim", "hidden_dim"):
+            require(getattr(self, name) >= 1, f"model.{name}", getattr(self, name), "must be 1 or more")
+        require(0 <= self.dropout < 1, "model.dropout", self.dropout, "must be at least 0 and below 1")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which text, how it is tokenised and how it is laid out in batches."""
+
+    # Where the text comes from: docstrings (of the installed packages; no network), or hf:NAME[/CONFIG]:SPLIT.
+    source: str = "docstrings"
+    # Use at most this many bytes of text (whole documents, chosen by hash). None: all.
+    max_bytes: int | None = None
+    # Tokens a sequence, T.
+    context_length: int = 256
+    # Sequences in a batch, over all devices and accumulation steps.
+    batch_size: int = 8
+    # packed: documents do not see each other, positions restart; windows: contiguous windows over the token stream.
+    layout: Literal["packed", "windows"] = "packed"
+    # Seed of the global shuffle.
+    seed: int = 0
+    # Share of the documents in each of the development and the held-out split.
+    holdout: float = 0.02
+    # Where prepared corpora are kept. None: $GVA_JAX_CACHE, else ~/.cache/gva_jax.
+    directory: str | None = None
+
+    def __post_init__(self):
+        for name in ("context_length", "batch_size"):
+            require(getattr(self, name) >= 1, f"data.{name}", getattr(self, name), "must be 1 or more")
+        require(0 < self.holdout < 0.5, "data.holdout", self.holdout, "must lie between 0 and 0.5")
+        require(self.max_bytes is None or self.max_bytes >= 1, "data.max_bytes", self.max_bytes, "must be 1 or more")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with linear warm-up and cosine decay."""
+
+    # Peak learning rate.
+    learning_rate: float = 1e-3
+    # Final learning rate over the peak.
+    final_ratio: float = 0.1
+    # Share of the steps that warm up.
+    warmup: float = 0.05
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    # Decoupled weight decay; norms and embeddings are left out.
+    weight_decay: float = 0.1
+    # Clip gradients to this global norm. None: do not clip.
+    clip_norm: float | None = 1.0
+
+    def __post_init__(self):
+        require(self.learning_rate > 0, "optimizer.learning_rate", self.learning_rate, "must be above 0")
+        require(0 <= self.final_ratio <= 1, "optimizer.final_ratio", self.final_ratio, "must lie between 0 and 1")
+        require(0 <= self.warmup < 1, "optimizer.warmup", self.warmup, "must be at least 0 and below 1")
+        require(0 <= self.b1 < 1, "optimizer.b1", self.b1, "must be at least 0 and below 1")
+        require(0 <= self.b2 < 1, "optimizer.b2", self.b2, "must be at least 0 and below 1")
+        require(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "must not be negative")
+        positive = self.clip_norm is None or self.clip_norm > 0
+        require(positive, "optimizer.clip_norm", self.clip_norm, "must be above 0, or None")
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Devices along each mesh axis; their product is the number of devices."""
+
+    # Replicas that split the batch. -1: all devices that the other axes leave.
+    data: int = -1
+    # Split the batch and the parameters.
+    fsdp: int = 1
+    # Split heads, value groups, hidden width and vocabulary.
+    tensor: int = 1
+    # Split the sequence (1 for now).
+    context: int = 1
+
+    def __post_init__(self):
+        require(self.data == -1 or self.data >= 1, "mesh.data", self.data, "must be -1 or a positive integer")
+        for name in ("fsdp", "tensor", "context"):
+            require(getattr(self, name) >= 1, f"mesh.{name}", getattr(self, name), "must be 1 or more")
+        right = "must be 1: the sequence is not yet split over devices; use the fsdp or tensor axis"
+        require(self.context == 1, "mesh.context", self.context, right)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How long, and what happens on the way."""
+
+    # Optimiser steps.
+    steps: int = 1000
+    # Micro-batches a step; divides the batch size.
+    accumulation: int = 1
+    # Seed of the initial weights and of dropout.
+    seed: int = 0
+    # Report every so many steps.
+    log_every: int = 10
+    # Evaluate on the development split every so many steps (and at the end). 0: only at the end.
+    eval_every: int = 0
+    # Batches an evaluation on the way; the last one reads the whole split. 0: the whole split each time.
+    eval_batches: int = 0
+    # Save every so many steps (and at the end). 0: only at the end.
+    checkpoint_every: int = 0
+    # Checkpoints kept.
+    keep: int = 2
+
+    def __post_init__(self):
+        for name in ("steps", "accumulation", "log_every", "keep"):
+            require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "must be 1 or more")
+        for name in ("eval_every", "eval_batches", "checkpoint_every"):
+            require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "must not be negative")
+
+
+@dataclass(frozen=True)
+class SampleConfig:
+    """What is written from the cache when training ends."""
+
+    prompts: tuple[str, ...] = ()
+    max_new_tokens: int = 100
+    temperature: float = 0.7
+    top_p: float = 0.95
+
+    def __post_init__(self):
+        require(self.max_new_tokens >= 1, "sample.max_new_tokens", self.max_new_tokens, "must be 1 or more")
+        require(self.temperature >= 0, "sample.temperature", self.temperature, "must not be negative (0: greedy)")
+        require(0 < self.top_p <= 1, "sample.top_p", self.top_p, "must be above 0 and at most 1")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One training run."""
+
+    # Name of the run; its folder is RUNS/NAME.
+    name: str = "run"
+    # Folder that holds the runs' folders.
+    runs: str = "runs"
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    sample: SampleConfig = field(default_factory=SampleConfig)
+
+    def __post_init__(self):
+        plain = bool(self.name) and not set(self.name) & set("/\\") and self.name not in (".", "..")
+        require(plain, "name", self.name, "must be a plain folder name")
+        right = f"must divide data.batch_size = {self.data.batch_size}"
+        divides = self.data.batch_size % self.train.accumulation == 0
+        require(divides, "train.accumulation", self.train.accumulation, right)
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.runs) / self.name
+
+
+# ---- to and from JSON and files --------------------------------------------------------------------------------------
+
+
+def to_dict(config: Any) -> dict:
+    """The config as plain dictionaries, lists and scalars."""
+    return json.loads(json.dumps(dataclasses.asdict(config)))
+
+
+def from_dict(cls: type, values: dict, path: str = "") -> Any:
+    """The inverse of `to_dict`. Raises `ConfigError` for a field that `cls` does not have."""
+    hints = typing.get_type_hints(cls)
+    unknown = set(values) - set(hints)
+    if unknown:
+        raise ConfigError(f"{path}{min(unknown)}: no such field; known are {', '.join(hints)}")
+    kwargs = {}
+    for name, value in values.items():
+        if dataclasses.is_dataclass(hints[name]):
+            value = from_dict(hints[name], value, f"{path}{name}.")
+        elif isinstance(value, list):
+            value = tuple(value)
+        kwargs[name] = value
+    return cls(**kwargs)
+
+
+def difference(old: Any, new: Any, path: str = "") -> list[str]:
+    """The fields in which two configs differ, as `path: old -> new`."""
+    found = []
+    for f in dataclasses.fields(old):
+        a, b = getattr(old, f.name), getattr(new, f.name)
+        if dataclasses.is_dataclass(a):
+            found += difference(a, b, f"{path}{f.name}.")
+        elif a != b and not (isinstance(a, float) and isinstance(b, float) and math.isnan(a) and math.isnan(b)):
+            found.append(f"{path}{f.name}: {a!r} -> {b!r}")
+    return found
+
+
+def configs_folder() -> Path:
+    """Where the shipped configs lie: in the wheel inside the package, in a checkout beside it."""
+    inside = Path(__file__).parent / "configs"
+    return inside if inside.is_dir() else Path(__file__).parent.parent / "configs"
+
+
+def shipped() -> list[str]:
+    """Names of the shipped configs."""
+    return sorted(p.stem for p in configs_folder().glob("*.py"))
+
+
+def load(name: str | os.PathLike) -> RunConfig:
+    """Load a config by the path of its file or by the name of a shipped one (`quickstart`)."""
+    path = Path(name)
+    if path.suffix != ".py" and not path.exists():
+        path = configs_folder() / f"{path.name}.py"
+    if not path.is_file():
+        raise ConfigError(f"config {str(name)!r}: no such file, and no shipped config; shipped are {', '.join(shipped())}")
+    module = _import_file(path)
+    if not isinstance(getattr(module, "config", None), types.FunctionType):
+        raise ConfigError(f"config {str(path)!r}: must define a function config() that returns a RunConfig")
+    config = module.config()
+    if not isinstance(config, RunConfig):
+        raise ConfigError(f"config {str(path)!r}: config() returned {type(config).__name__}, must be a RunConfig")
+    return config
+
+
+def _import_file(path: Path) -> types.ModuleType:
+    """Run a config file; its folder is importable meanwhile, so that a variant can import its base."""
+    spec = importlib.util.spec_from_file_location(f"gva_jax_config_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent.resolve()))
+    try:
+        spec.loader.exec_module(module)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"config {str(path)!r} does not load: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.remove(str(path.parent.resolve()))
+    return module
+
+
+def cache_folder(directory: str | None = None) -> Path:
+    """Where prepared corpora and compiled programs are kept."""
+    return Path(directory or os.environ.get("GVA_JAX_CACHE") or Path.home() / ".cache" / "gva_jax")
