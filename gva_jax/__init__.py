@@ -1,4 +1,4 @@
-"""Attention that caches values only, in JAX: Grouped Value Attention, GatedV and the baselines they are measured against.
+"""Attention that caches values only, in JAX: Grouped Value Attention, GatedV and the baselines beside them.
 
 Everything here is loaded on first use, so that `import gva_jax` stays light.
 """

@@ -68,7 +68,7 @@ class AttentionConfig:
     # Latent width, c (MLA only).
     latent_dim: int | None = None
     # Initialisation of the key map (GVA only): std 0.02, or keys that start at the queries' RMS.
-    init: Literal["default", "scale_matched"] = "default"
+    key_init: Literal["default", "scale_matched"] = "default"
     # Training form (GVA only): fold the key map into the query, or make the keys.
     form: Literal["absorbed", "materialised"] = "absorbed"
 
@@ -312,7 +312,7 @@ def load(name: str | os.PathLike) -> RunConfig:
     if path.suffix != ".py" and not path.exists():
         path = configs_folder() / f"{path.name}.py"
     if not path.is_file():
-        raise ConfigError(f"config {str(name)!r}: no such file, and no shipped config; shipped are {', '.join(shipped())}")
+        raise ConfigError(f"config {str(name)!r}: no such file or shipped config; shipped are {', '.join(shipped())}")
     module = _import_file(path)
     if not isinstance(getattr(module, "config", None), types.FunctionType):
         raise ConfigError(f"config {str(path)!r}: must define a function config() that returns a RunConfig")

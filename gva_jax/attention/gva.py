@@ -1,0 +1,251 @@
+"""Grouped Value Attention: cache the grouped values, read the keys out of them (arXiv 2609.13285).
+
+    q[h]      = Qnorm(x Wq[h])                           width d, split into q_nope[h] (n) | q_rope[h] (r)
+    v[g]      = x Wv[g]                                  width d            -> cached
+    k_rope    = RoPE(x Wkr)                              width r, shared    -> cached rotated
+    k_nope[h] = v[g(h)] M[h]                             M[h]: d x n, one per query head
+    o[h]      = softmax((q_nope[h]·k_nope[h] + RoPE(q_rope[h])·k_rope) / sqrt(d)) v[g(h)]
+
+No key is ever made: `q_nope[h]·(v M[h]) = (q_nope[h] M[h]^T)·v`. M is absorbed into the query, and the values serve as
+keys and as values, in training as in decoding. Position travels in one short rotated key per token.
+
+Letters: B batch, T new tokens, S cache capacity, D model width, H query heads, G value groups, d head width,
+r rotary width, n = d - r content width.
+"""
+
+import math
+from typing import Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from gva_jax.attention.dispatch import cached_attention, in_chunks, training_attention
+from gva_jax.attention.layers import (
+    STD,
+    Attention,
+    Projection,
+    RMSNorm,
+    apply_rope,
+    default_positions,
+    normal,
+    scale_matched,
+)
+from gva_jax.cache import Cache, init_cache
+from gva_jax.config import check_heads, check_rope_dim, require
+from gva_jax.kernels import decode_attention, merge
+
+REBUILD_BLOCK = 512  # tokens whose keys are made at once where keys cannot be absorbed
+
+
+class GroupedValueAttention(Attention):
+    """Causal attention whose cache is `G d + r` scalars per token, about half of grouped-query attention's.
+
+    Attributes:
+      num_heads, num_kv_heads, head_dim: H, G, d. G divides H; None is H.
+      rope_dim: r, even, `0 < r < d`: decoupled RoPE, the serving configuration. 0: no position in the scores (Keyless
+        attention). None: full RoPE on the reconstructed keys. A rotated key does not fold into the query, so that mode
+        makes H keys per token: in training for the whole batch, in decoding block by block from the cached values.
+      rope_base: base of the rotary frequencies.
+      q_norm: RMS-normalise queries over d, before the split, with a learned scale. (Normalised keys would not fold.)
+      key_init: `scale_matched` starts keys at the queries' RMS, per slice; `default` draws with std 0.02, which leaves
+        them `1/(0.02 sqrt(d))` times too small, `1/(0.02 sqrt(D) 0.02 sqrt(d))` with Q-norm (the paper's baseline).
+      form: training forward `absorbed`, or `materialised`: make the keys (the reference; fewer FLOPs at short T).
+        Decoding is absorbed either way.
+      implementation: decode kernel, see `gva_jax.kernels`; None picks the device's best.
+      dtype, param_dtype: of activations and of parameters.
+
+    Raises:
+      ConfigError: heads that do not divide, a rotary width that is odd or as wide as the head, a form that cannot be.
+    """
+
+    num_heads: int
+    num_kv_heads: int | None = None
+    head_dim: int = 64
+    rope_dim: int | None = 16
+    rope_base: float = 10_000.0
+    q_norm: bool = True
+    key_init: Literal["default", "scale_matched"] = "scale_matched"
+    form: Literal["absorbed", "materialised"] = "absorbed"
+    implementation: str | None = None
+    dtype: jnp.dtype = jnp.float32
+    param_dtype: jnp.dtype = jnp.float32
+
+    def __post_init__(self):
+        check_heads(self.num_heads, self._groups, self.head_dim)
+        check_rope_dim(self.rope_dim, self.head_dim)
+        for name, choices in (("key_init", ("default", "scale_matched")), ("form", ("absorbed", "materialised"))):
+            require(getattr(self, name) in choices, name, getattr(self, name), f"must be {' or '.join(choices)}")
+        super().__post_init__()
+
+    @property
+    def _groups(self) -> int:
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def _content(self) -> int:
+        """n: the width of a key that is read from the value."""
+        return self.head_dim - (self.rope_dim or 0)
+
+    @property
+    def _scale(self) -> float:
+        return self.head_dim**-0.5  # of the width that was scored, n + r, absorbed or not
+
+    # ---- projections -------------------------------------------------------------------------------------------------
+
+    @nn.compact
+    def _project(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]):
+        """Queries (B T H n), rotated queries (B T H r), values (B T G d), rotated key (B T r).
+
+        Without a decoupled slice the rotated parts are None; with full RoPE the queries are rotated themselves.
+        """
+        H, d, r, D = self.num_heads, self.head_dim, self.rope_dim, x.shape[-1]
+        kw = dict(dtype=self.dtype, param_dtype=self.param_dtype)
+        q = Projection((H, d), name="query", **kw)(x)
+        v = Projection((self._groups, d), name="value", **kw)(x)
+        if self.q_norm:
+            q = RMSNorm(name="query_norm", **kw)(q)
+        if r is None:
+            return apply_rope(q, positions, self.rope_base), None, v, None
+        if r == 0:
+            return q, None, v, None
+        q_nope, q_rope = jnp.split(q, [self._content], axis=-1)
+        rope_init = scale_matched(self._query_rms(D), fan_in=D) if self.key_init == "scale_matched" else normal()
+        k_rope = Projection((r,), kernel_init=rope_init, name="rope_key", **kw)(x)
+        return q_nope, apply_rope(q_rope, positions, self.rope_base), v, apply_rope(k_rope, positions, self.rope_base)
+
+    @nn.compact
+    def _key_map(self, D: int) -> Float[Array, "d H n"]:
+        """M. Its fan-in is the width of the value it reads."""
+        d, H, n = self.head_dim, self.num_heads, self._content
+        value_rms = STD * math.sqrt(D)  # of x Wv, for inputs of RMS 1
+        matched = scale_matched(self._query_rms(D) / value_rms, fan_in=d)
+        init = matched if self.key_init == "scale_matched" else normal()
+        return self.param("key_map", init, (d, H * n), self.param_dtype).astype(self.dtype).reshape(d, H, n)
+
+    def _query_rms(self, D: int) -> float:
+        """sigma_Q, expected at initialisation for inputs of RMS 1."""
+        return 1.0 if self.q_norm else STD * math.sqrt(D)
+
+    # ---- the four parts ----------------------------------------------------------------------------------------------
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        """Training forward, causal. `segment_ids` keep packed documents apart (negative: padding)."""
+        positions = default_positions(x, positions)
+        q, q_rope, v, k_rope = self._project(x, positions)
+        key_map = self._key_map(x.shape[-1])
+        if self.form == "absorbed" and self.rope_dim is not None:
+            q, k = absorb(q, key_map), v
+        else:
+            k = reconstruct(v, key_map)
+            v = jnp.repeat(v, self.num_heads // self._groups, axis=2)
+            if self.rope_dim is None:
+                k = apply_rope(k, positions, self.rope_base)
+        if q_rope is not None:
+            shared = jnp.broadcast_to(k_rope[:, :, None], (*k.shape[:3], self.rope_dim))
+            q, k = jnp.concatenate([q, q_rope], axis=-1), jnp.concatenate([k, shared], axis=-1)
+        y = training_attention(q, k, v, segment_ids=segment_ids, scale=self._scale)
+        return self._output(y, x.shape[-1])
+
+    def init_cache(self, batch: int, max_length: int, dtype=jnp.bfloat16, layout: str | None = None) -> Cache:
+        """An empty cache; needs no parameters. Capacity is `max_length` rounded up to a multiple of 128."""
+        G, d, r = self._groups, self.head_dim, self.rope_dim or 0
+        return init_cache(batch, max_length, groups=G, value_dim=d, rope_dim=r, dtype=dtype, layout=layout)
+
+    @nn.compact
+    def prefill(
+        self, x: Float[Array, "B T D"], cache: Cache, *, lengths: Int[Array, "B"]
+    ) -> tuple[Float[Array, "B T D"], Cache]:
+        """Append row b's first `lengths[b]` tokens and attend; outputs past them mean nothing."""
+        positions = cache.lengths[:, None] + jnp.arange(x.shape[1])
+        q, q_rope, v, k_rope = self._project(x, positions)
+        key_map = self._key_map(x.shape[-1])
+        cache = cache.append(lengths, v, rope_keys=k_rope)
+        if self.rope_dim is None:
+            y = self._attend_rebuilt(q, cache, key_map, lengths)
+        else:
+            y = cached_attention(
+                absorb(q, key_map), cache, q_rope=q_rope, new=lengths, scale=self._scale,
+                implementation=self.implementation,
+            )  # fmt: skip
+        return self._output(y, x.shape[-1]), cache
+
+    def cache_size(self) -> int:
+        """Scalars per token."""
+        return self._groups * self.head_dim + (self.rope_dim or 0)
+
+    # ---- where keys cannot be absorbed -------------------------------------------------------------------------------
+
+    def _attend_rebuilt(
+        self, q: Float[Array, "B T H d"], cache: Cache, key_map: Float[Array, "d H d"], new: Int[Array, "B"]
+    ) -> Float[Array, "B T H d"]:
+        """Make rotated keys from a block of cached values, attend to it, merge; never all keys at once."""
+        values = cache.values if cache.layout == "tokens_major" else cache.values.swapaxes(-1, -2)
+        B, H, (G, S) = q.shape[0], q.shape[2], values.shape[1:3]
+        block = math.gcd(S, REBUILD_BLOCK)
+
+        def attend(q, lengths, new):
+            def step(i, partial):
+                at = i * block
+                v = jax.lax.dynamic_slice_in_dim(values, at, block, axis=2).astype(self.dtype)
+                k = reconstruct(v.swapaxes(1, 2), key_map)
+                positions = jnp.broadcast_to(at + jnp.arange(block), (B, block))
+                k = apply_rope(k, positions, self.rope_base).swapaxes(1, 2)
+                v = jnp.repeat(v, H // G, axis=1)
+                here = decode_attention(
+                    q.astype(partial[0].dtype), v, keys=k, lengths=lengths - at, q_lengths=new, scale=self._scale,
+                    layout="tokens_major", implementation=self.implementation,
+                )  # fmt: skip
+                return merge(partial, here)
+
+            wide = jnp.promote_types(q.dtype, jnp.float32)
+            nothing = jnp.zeros(q.shape, wide), jnp.full(q.shape[:3], -jnp.inf, wide)
+            blocks = jnp.clip(-(-lengths.max() // block), 0, S // block)
+            return jax.lax.fori_loop(0, blocks, step, nothing)[0].astype(q.dtype)
+
+        y = in_chunks(attend, q, cache.lengths, new)
+        return jnp.where(cache.overflowed[:, None, None, None], jnp.nan, y)
+
+    # ---- initialisation from measured inputs -------------------------------------------------------------------------
+
+    def calibrate(self, variables, x: Float[Array, "B T D"]):
+        """`variables` with freshly initialised key maps scaled so that keys have the queries' RMS on inputs `x`.
+
+        Per slice: content keys against content queries, the rotary key against rotary queries. Scaling a Gaussian draw
+        is drawing it anew with the measured deviation. Call it before training; the analytic rule assumes inputs of
+        RMS 1.
+        """
+        content, rotary = self.apply(variables, x, method="_measure")
+        params = dict(variables["params"])
+        params["key_map"] = params["key_map"] * content.astype(self.param_dtype)
+        if rotary is not None:
+            kernel = params["rope_key"]["kernel"]
+            params["rope_key"] = {"kernel": kernel * rotary.astype(self.param_dtype)}
+        return {**variables, "params": params}
+
+    @nn.compact
+    def _measure(self, x: Float[Array, "B T D"]):
+        """RMS of queries over that of keys: content slice, rotary slice (None without one)."""
+        q, q_rope, v, k_rope = self._project(x, default_positions(x, None))
+        k = reconstruct(v, self._key_map(x.shape[-1]))
+        rms = lambda a: jnp.sqrt(jnp.mean(jnp.square(a.astype(jnp.float32))))
+        return rms(q) / rms(k), None if q_rope is None else rms(q_rope) / rms(k_rope)
+
+
+def absorb(q_nope: Float[Array, "B T H n"], key_map: Float[Array, "d H n"]) -> Float[Array, "B T H d"]:
+    """Queries that meet values directly: `q~[h] = q_nope[h] M[h]^T`."""
+    return jnp.einsum("BTHn,dHn->BTHd", q_nope, key_map)
+
+
+def reconstruct(v: Float[Array, "B T G d"], key_map: Float[Array, "d H n"]) -> Float[Array, "B T H n"]:
+    """Content keys, one per query head: `k_nope[h] = v[g(h)] M[h]`."""
+    (B, T, G, d), (_, H, n) = v.shape, key_map.shape
+    return jnp.einsum("BTGd,dGhn->BTGhn", v, key_map.reshape(d, G, H // G, n)).reshape(B, T, H, n)

@@ -1,0 +1,90 @@
+"""Small parts that every attention family shares: projections, normalisation, rotary positions, initialisers."""
+
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from gva_jax.cache import Cache
+from gva_jax.compat import wide_dtype
+
+STD = 0.02  # of every projection and embedding unless an initialiser says otherwise
+
+
+def normal(std: float = STD):
+    """Gaussian initialiser. Drawn in float32 whatever the parameters' dtype, so that all dtypes start from one draw."""
+
+    def init(key, shape, dtype=jnp.float32):
+        return (std * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+
+    return init
+
+
+def scale_matched(ratio: float, fan_in: int):
+    """Gaussian with std `ratio / sqrt(fan_in)`: outputs start at `ratio` times the inputs' RMS (arXiv 2609.13285)."""
+    return normal(ratio * fan_in**-0.5)
+
+
+class Projection(nn.Module):
+    """Bias-free linear map of the last axis to axes `features`.
+
+    The kernel is stored folded, `(D, prod(features))`: a minor axis of 64 would be padded to 128 on TPU.
+    """
+
+    features: tuple[int, ...]
+    kernel_init: nn.initializers.Initializer = normal()
+    dtype: jnp.dtype = jnp.float32
+    param_dtype: jnp.dtype = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "..."]:
+        shape = (x.shape[-1], math.prod(self.features))
+        kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
+        y = x.astype(self.dtype) @ kernel.astype(self.dtype)
+        return y.reshape(*x.shape[:-1], *self.features)
+
+
+class RMSNorm(nn.Module):
+    """`x / RMS(x) * scale` over the last axis; statistics in float32 (float64 for float64 inputs)."""
+
+    epsilon: float = 1e-6
+    dtype: jnp.dtype = jnp.float32
+    param_dtype: jnp.dtype = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*B d"]) -> Float[Array, "*B d"]:
+        scale = self.param("scale", nn.initializers.ones, x.shape[-1:], self.param_dtype)
+        y = x.astype(wide_dtype(x.dtype))
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.epsilon)
+        return (y * scale).astype(self.dtype)
+
+
+def apply_rope(x: Float[Array, "B T *H r"], positions: Int[Array, "B T"], base: float) -> Float[Array, "B T *H r"]:
+    """Rotate halves of the last axis by angles `position * base^(-2i/r)` (arXiv 2104.09864). r is even."""
+    half, wide = x.shape[-1] // 2, wide_dtype(x.dtype)
+    frequency = base ** (-jnp.arange(half, dtype=wide) / half)
+    angle = positions[..., None].astype(wide) * frequency
+    angle = angle.reshape(*angle.shape[:2], *(1,) * (x.ndim - 3), half)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    a, b = jnp.split(x.astype(wide), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def default_positions(x: Float[Array, "B T D"], positions: Int[Array, "B T"] | None) -> Int[Array, "B T"]:
+    """`positions`, or 0 .. T-1 in every row."""
+    return jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2]) if positions is None else positions
+
+
+class Attention(nn.Module):
+    """What all families share: the output projection, and decoding as a prefill without padding."""
+
+    @nn.compact
+    def _output(self, y: Float[Array, "B T H d"], D: int) -> Float[Array, "B T D"]:
+        y = y.reshape(*y.shape[:2], -1)
+        return Projection((D,), name="output", dtype=self.dtype, param_dtype=self.param_dtype)(y)
+
+    def decode(self, x: Float[Array, "B T D"], cache: Cache) -> tuple[Float[Array, "B T D"], Cache]:
+        """Append T tokens to every row and attend over all that is live."""
+        return self.prefill(x, cache, lengths=jnp.full(x.shape[:1], x.shape[1], jnp.int32))

@@ -1,0 +1,217 @@
+"""A decoder-only transformer around any attention family: pre-RMSNorm, SwiGLU, no biases.
+
+Letters: B batch, T positions, D model width, L layers, vocab the vocabulary size.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from gva_jax.attention.layers import Projection, RMSNorm, normal
+from gva_jax.attention.registry import build
+from gva_jax.cache import Cache
+from gva_jax.config import ConfigError, ModelConfig
+from gva_jax.sharding import constrain
+
+REMAT_POLICIES = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "full": None}
+
+
+def _dtypes(config: ModelConfig) -> dict:
+    return {"dtype": jnp.dtype(config.dtype), "param_dtype": jnp.dtype(config.param_dtype)}
+
+
+class SwiGLU(nn.Module):
+    """`(SiLU(x Wg) * (x Wu)) Wd` (arXiv 2002.05202)."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        kw, hidden = _dtypes(self.config), (self.config.hidden_dim,)
+        y = nn.silu(Projection(hidden, name="gate", **kw)(x)) * Projection(hidden, name="up", **kw)(x)
+        return Projection((self.config.model_dim,), name="down", **kw)(y)
+
+
+class Block(nn.Module):
+    """One layer: attention, then SwiGLU, each on normalised input and added to the residual stream."""
+
+    config: ModelConfig
+    implementation: str | None = None
+
+    def setup(self):
+        kw = _dtypes(self.config)
+        self.attention_norm, self.mlp_norm = RMSNorm(**kw), RMSNorm(**kw)
+        self.attention = build(self.config.attention, implementation=self.implementation, **kw)
+        self.mlp = SwiGLU(self.config)
+        self.dropout = nn.Dropout(self.config.dropout)
+
+    def __call__(self, x: Float[Array, "B T D"], positions, segment_ids):
+        """Training forward; the second result is what a scan over layers collects: nothing."""
+        x = constrain(x, "batch", "sequence", None)
+        x = x + self._drop(self.attention(self.attention_norm(x), positions=positions, segment_ids=segment_ids))
+        x = x + self._drop(self.mlp(self.mlp_norm(x)))
+        return constrain(x, "batch", "sequence", None), None
+
+    def prefill(self, x: Float[Array, "B T D"], cache: Cache, lengths: Int[Array, "B"]):
+        y, cache = self.attention.prefill(self.attention_norm(x), cache, lengths=lengths)
+        x = x + y
+        return x + self.mlp(self.mlp_norm(x)), cache
+
+    def _drop(self, x):
+        return self.dropout(x, deterministic=not self.has_rng("dropout"))
+
+
+class Transformer(nn.Module):
+    """Token ids to logits.
+
+    Dropout is active where `apply` is given a `dropout` random key. Caches are a tuple with one `Cache` a layer.
+
+    Attributes:
+      config: sizes, attention, dtypes.
+      implementation: decode kernel, see `gva_jax.kernels`; None picks the device's best.
+    """
+
+    config: ModelConfig
+    implementation: str | None = None
+
+    def __post_init__(self):
+        build(self.config.attention, parent=None)  # refuses what the family cannot be, before anything is built
+        super().__post_init__()
+
+    def setup(self):
+        config, kw = self.config, _dtypes(self.config)
+        self.embedding = nn.Embed(config.vocab_size, config.model_dim, embedding_init=normal(), **kw)
+        block = Block
+        if config.remat != "none":
+            block = nn.remat(Block, policy=REMAT_POLICIES[config.remat], prevent_cse=not config.scan_layers)
+        if config.scan_layers:
+            scanned = nn.scan(
+                block,
+                variable_axes={"params": 0},
+                split_rngs={"params": True, "dropout": True},
+                in_axes=nn.broadcast,
+                length=config.num_layers,
+            )
+            self.layers = scanned(config, self.implementation)
+        else:
+            self.layers = [block(config, self.implementation) for _ in range(config.num_layers)]
+        self.final_norm = RMSNorm(**kw)
+        if not config.tie_embeddings:
+            self.unembedding = Projection((config.vocab_size,), **kw)
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T vocab"]:
+        """Training forward: float32 logits (float64 in float64 models)."""
+        x = constrain(self.embedding(tokens), "batch", "sequence", None)
+        if self.config.scan_layers:
+            x, _ = self.layers(x, positions, segment_ids)
+        else:
+            for layer in self.layers:
+                x, _ = layer(x, positions, segment_ids)
+        return self._logits(x)
+
+    def _logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T vocab"]:
+        x = self.final_norm(x)
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        if self.config.tie_embeddings:
+            matrix = self.embedding.embedding.astype(x.dtype)
+            logits = jnp.einsum("BTD,VD->BTV", x, matrix, preferred_element_type=wide)
+        else:
+            logits = self.unembedding(x).astype(wide)
+        return constrain(logits, "batch", "sequence", "vocab")
+
+    # ---- decoding ----------------------------------------------------------------------------------------------------
+
+    def init_cache(self, batch: int, max_length: int, dtype=None, layout: str | None = None) -> tuple[Cache, ...]:
+        """Empty caches, one a layer; needs no parameters. `dtype=None` is the activations'."""
+        attention = build(self.config.attention, parent=None)
+        dtype = jnp.dtype(dtype or self.config.dtype)
+        return tuple(attention.init_cache(batch, max_length, dtype, layout) for _ in range(self.config.num_layers))
+
+    def prefill(
+        self, tokens: Int[Array, "B T"], caches: tuple[Cache, ...], *, lengths: Int[Array, "B"], last: bool = False
+    ) -> tuple[Float[Array, "B _ vocab"], tuple[Cache, ...]]:
+        """Append row b's first `lengths[b]` tokens; logits past them mean nothing.
+
+        `last` computes only the logits behind each row's last new token, (B, 1, vocab).
+        """
+        x, new = self.embedding(tokens), []
+        # Unrolled even where training scans: caches as scanned inputs and outputs would be copied at every step.
+        for layer, cache in zip(self._cached_layers(), caches, strict=True):
+            x, cache = layer(x, cache, lengths)
+            new.append(cache)
+        if last:
+            x = jnp.take_along_axis(x, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)
+        return self._logits(x), tuple(new)
+
+    def decode(self, tokens: Int[Array, "B T"], caches: tuple[Cache, ...]):
+        """Append T tokens to every row: logits (B, T, vocab) and the caches."""
+        return self.prefill(tokens, caches, lengths=jnp.full(tokens.shape[:1], tokens.shape[1], jnp.int32))
+
+    def _cached_layers(self) -> list[Callable]:
+        if not self.config.scan_layers:
+            return [layer.prefill for layer in self.layers]
+        block, stacked = Block(self.config, self.implementation, parent=None), self.layers.variables["params"]
+
+        def at(i):
+            params = jax.tree.map(lambda p: p[i], stacked)
+            return lambda *args: block.apply({"params": params}, *args, method="prefill")
+
+        return [at(i) for i in range(self.config.num_layers)]
+
+
+# ---- layouts of the parameters, initialisation from data -------------------------------------------------------------
+
+
+def unstack(model: Transformer, variables) -> tuple[Transformer, dict]:
+    """The same model with one parameter tree a layer: slicing stacked layers would copy the weights at every step."""
+    if not model.config.scan_layers:
+        return model, variables
+    params = dict(variables["params"])
+    stacked = params.pop("layers")
+    for i in range(model.config.num_layers):
+        params[f"layers_{i}"] = jax.tree.map(lambda p, i=i: p[i], stacked)
+    return model.clone(config=replace(model.config, scan_layers=False)), {**variables, "params": params}
+
+
+def stack(model: Transformer, variables) -> tuple[Transformer, dict]:
+    """The inverse of `unstack`."""
+    if model.config.scan_layers:
+        return model, variables
+    params = dict(variables["params"])
+    layers = [params.pop(f"layers_{i}") for i in range(model.config.num_layers)]
+    params["layers"] = jax.tree.map(lambda *p: jnp.stack(p), *layers)
+    return model.clone(config=replace(model.config, scan_layers=True)), {**variables, "params": params}
+
+
+def calibrate(model: Transformer, variables, tokens: Int[Array, "B T"]):
+    """Freshly initialised `variables` with every layer's key maps scaled to what it really sees on `tokens`.
+
+    Layer by layer, since a layer's input depends on those before it; see `GroupedValueAttention.calibrate`.
+
+    Raises:
+      ConfigError: an attention family whose keys are not read from values.
+    """
+    config, kw = model.config, _dtypes(model.config)
+    attention, block, norm = build(config.attention, parent=None, **kw), Block(config, parent=None), RMSNorm(**kw)
+    if not hasattr(attention, "calibrate"):
+        raise ConfigError(f"attention.family = {config.attention.family!r}: has no key map to calibrate, gva has")
+    flat, variables = unstack(model, variables)
+    params = dict(variables["params"])
+    x = params["embedding"]["embedding"].astype(config.dtype)[tokens]
+    for i in range(config.num_layers):
+        layer = dict(params[f"layers_{i}"])
+        seen = norm.apply({"params": layer["attention_norm"]}, x)
+        layer["attention"] = attention.calibrate({"params": layer["attention"]}, seen)["params"]
+        params[f"layers_{i}"] = layer
+        x, _ = block.apply({"params": layer}, x, None, None)
+    variables = {**variables, "params": params}
+    return stack(flat, variables)[1] if config.scan_layers else variables
