@@ -13,9 +13,9 @@ class Task:
     """One piece of long work. `advance` may be called as often as one likes: output is rate-limited."""
 
     def __init__(self, title: str, total: int | None, start: int, every: float, progress: Progress | None, say):
-        self.title, self.total, self.done, self._start = title, total, start, start
+        self.title, self.total, self.done = title, total, start
         self._every, self._say, self._progress = every, say, progress
-        self._began = self._last = time.monotonic()
+        self._last, self._first = 0.0, None  # first: when the first unit was done, compilation included, and how many
         self._id = None if progress is None else progress.add_task(title, total=total, completed=start, figures="")
 
     def advance(self, count: int = 1, figures: str = "") -> None:
@@ -25,6 +25,7 @@ class Task:
             self._progress.update(self._id, advance=count, figures=figures)
             return
         now = time.monotonic()
+        self._first = self._first or (now, self.done)
         if now - self._last >= self._every or self.done == self.total:
             self._last = now
             self._say("  ".join(filter(None, [self._count(), figures, self._left(now)])))
@@ -33,9 +34,10 @@ class Task:
         return f"{self.title} {self.done:,}" + (f"/{self.total:,}" if self.total else "")
 
     def _left(self, now: float) -> str:
-        if not self.total or self.done == self._start:
+        began, done = self._first
+        if not self.total or self.done == done:
             return ""
-        seconds = (now - self._began) / (self.done - self._start) * (self.total - self.done)
+        seconds = (now - began) / (self.done - done) * (self.total - self.done)
         return f"{int(seconds // 60)}:{int(seconds % 60):02d} left"
 
 

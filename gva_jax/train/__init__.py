@@ -1,0 +1,1 @@
+"""Training: optimiser, state, step, checkpoints, loop."""

@@ -1,0 +1,58 @@
+"""Loss, perplexity and bits per byte over a whole split."""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from jax.sharding import Mesh
+
+from gva_jax.train.step import put
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Sums over a split; what is read off them does not depend on how it was batched."""
+
+    nats: float
+    targets: int
+    bytes: int
+
+    @property
+    def loss(self) -> float:
+        """Nats per target."""
+        return self.nats / self.targets
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss)
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Comparable between tokenizers: the cost of the targets, ends of text included, per byte of text."""
+        return self.nats / math.log(2) / self.bytes
+
+    def figures(self, split: str) -> dict[str, float]:
+        """For a log: `split_loss`, `split_perplexity`, `split_bits_per_byte`."""
+        names = ("loss", "perplexity", "bits_per_byte")
+        return {f"{split}_{name}": getattr(self, name) for name in names}
+
+    def __str__(self) -> str:
+        return f"loss {self.loss:.4f}, perplexity {self.perplexity:.2f}, {self.bits_per_byte:.4f} bits per byte"
+
+
+def evaluate(
+    eval_step: Callable, params, batches: Iterable[dict[str, np.ndarray]], mesh: Mesh, most: int = 0
+) -> Evaluation:
+    """Run `eval_step` over `batches` (over the first `most` of them, if given)."""
+    sums, pending = np.zeros(3, np.float64), None
+    for i, batch in enumerate(batches):
+        if most and i == most:
+            break
+        current = eval_step(params, put(batch, mesh))
+        if pending is not None:
+            sums += np.asarray(pending, np.float64)  # while the device works on the current one
+        pending = current
+    if pending is not None:
+        sums += np.asarray(pending, np.float64)
+    return Evaluation(nats=float(sums[0]), targets=round(sums[1]), bytes=round(sums[2]))

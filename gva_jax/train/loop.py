@@ -1,0 +1,145 @@
+"""The training loop: prepare, resume, then step, report, evaluate, save, in this order."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from gva_jax import sharding
+from gva_jax.config import ConfigError, RunConfig
+from gva_jax.data.loader import evaluation_batches, train_iterator
+from gva_jax.data.prepare import Corpus, prepare
+from gva_jax.display import Display
+from gva_jax.model import Transformer
+from gva_jax.train import optimizer as optimizers
+from gva_jax.train import state as states
+from gva_jax.train.checkpoint import Checkpoints, RunFolder
+from gva_jax.train.evaluation import Evaluation, evaluate
+from gva_jax.train.step import make_eval_step, make_train_step, put
+from gva_jax.train.stopping import StopRequest
+
+
+@dataclass(frozen=True)
+class Report:
+    """How a run ended. `stopped_by` is the signal that interrupted it; the same command then continues it."""
+
+    folder: Path
+    step: int
+    corpus: Corpus
+    model: Transformer
+    variables: dict
+    development: Evaluation | None = None
+    heldout: Evaluation | None = None
+    stopped_by: int | None = None
+
+
+def train(config: RunConfig, display: Display | None = None) -> Report:
+    """Train `config` to its end, or continue it from its newest checkpoint.
+
+    Raises:
+      ConfigError: anything that cannot work, before the run's folder is made.
+    """
+    display = display or Display()
+    if "float64" in (config.model.dtype, config.model.param_dtype) and not jax.config.jax_enable_x64:
+        raise ConfigError("model.dtype, model.param_dtype = 'float64': need the environment variable JAX_ENABLE_X64=1")
+    model = Transformer(config.model)
+    mesh = sharding.make_mesh(config.mesh)
+    sharding.check(config, mesh)
+    processes = {"process_index": jax.process_index(), "process_count": jax.process_count()}
+    corpus = prepare(config.data, config.model.vocab_size, display)
+    iterator = train_iterator(corpus, config.data, **processes)
+
+    schedule = optimizers.learning_rate(config.optimizer, config.train.steps)
+    optimizer = optimizers.make(config.optimizer, config.train.steps)
+    abstract = states.abstract(model, optimizer, config.train.seed, mesh)
+    train_step = make_train_step(model, optimizer, schedule, abstract, mesh, config.train.accumulation)
+    eval_step = make_eval_step(model, abstract, mesh, corpus.tokenizer.token_bytes())
+
+    def measure(params, split: str, most: int = 0) -> Evaluation:
+        return evaluate(eval_step, params, evaluation_batches(corpus, split, config.data, **processes), mesh, most)
+
+    folder = RunFolder(config, corpus.hash, corpus.tokenizer)
+    checkpoints = Checkpoints(folder.path, config.train.keep)
+    if checkpoints.latest is None:
+        state, step = states.create(model, optimizer, config.train.seed, mesh), 0
+    else:
+        state, step = checkpoints.restore(abstract, iterator), checkpoints.latest
+        display.say(f"resumed {folder.path} at step {step:,} of {config.train.steps:,}")
+    folder.truncate_metrics(step)
+
+    parameters = sum(x.size for x in jax.tree.leaves(state.params))
+    shape = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
+    tokens = config.data.batch_size * config.data.context_length
+    display.say(f"model: {parameters:,} parameters; mesh: {shape}; {tokens:,} tokens a step")
+
+    development, options = None, config.train
+    due = lambda every: every and step % every == 0
+    with StopRequest() as stop, display.task("train", options.steps, start=step) as task:
+        meter = _Meter(folder, task, options.log_every, tokens)
+        while step < options.steps and stop.signum is None:
+            # 1. Draw and dispatch: the device works while the rest of this round runs.
+            state, metrics = train_step(state, put(next(iterator), mesh))
+            step += 1
+            # 2. Report the step before: never wait for the one that is running.
+            meter.dispatched(step, metrics)
+            # 3. Evaluate and save; only then is the next batch drawn, so a checkpoint holds exactly what was trained.
+            if due(options.eval_every) and step < options.steps:
+                meter.flush()
+                development = measure(state.params, "development", options.eval_batches)
+                folder.log({"step": step, **development.figures("development")})
+                display.say(f"step {step:,}: development {development}")
+                meter.restart()
+            if due(options.checkpoint_every) and step < options.steps:
+                checkpoints.save(state, iterator)
+        meter.flush()
+        checkpoints.save(state, iterator)
+        checkpoints.wait()
+        stopped_by = stop.signum
+
+    checkpoints.close()
+    report = Report(folder.path, step, corpus, model, {"params": state.params}, stopped_by=stopped_by)
+    if stopped_by is not None and step < options.steps:
+        done = f"step {step:,} of {options.steps:,}"
+        display.say(f"stopped at {done}, saved in {folder.path}; the same command continues")
+        return report
+    development, heldout = measure(state.params, "development"), measure(state.params, "heldout")
+    folder.log({"step": step, **development.figures("development"), **heldout.figures("heldout")})
+    display.say(f"development: {development}")
+    display.say(f"held-out:    {heldout}")
+    return Report(folder.path, step, corpus, model, {"params": state.params}, development, heldout)
+
+
+class _Meter:
+    """Writes and shows each step's figures one step late, when its results are there anyway."""
+
+    def __init__(self, folder: RunFolder, task, every: int, tokens: int):
+        self._folder, self._task, self._every, self._tokens = folder, task, every, tokens
+        self._pending = None
+        self.restart()
+
+    def restart(self) -> None:
+        """Leave what was done since the last report (an evaluation) out of the rate."""
+        self._since, self._steps = time.monotonic(), 0
+
+    def dispatched(self, step: int, metrics: dict) -> None:
+        self.flush()
+        self._pending = step, metrics
+
+    def flush(self) -> None:
+        """Report the pending step; waits for it."""
+        if self._pending is None:
+            return
+        (step, metrics), self._pending = self._pending, None
+        self._steps += 1
+        loss = float(metrics["loss"])
+        rate = self._steps * self._tokens / max(time.monotonic() - self._since, 1e-9)
+        self._task.advance(figures=f"loss {loss:.3f}  {rate:,.0f} tokens/s")
+        if not np.isfinite(loss):
+            rate = float(metrics["learning_rate"])
+            raise FloatingPointError(f"step {step}: loss is {loss} at learning rate {rate:.3g}")
+        if step % self._every == 0:
+            figures = {name: float(value) for name, value in metrics.items()}
+            self._folder.log({"step": step, **figures, "tokens_per_second": rate})
+            self.restart()

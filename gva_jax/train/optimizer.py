@@ -1,0 +1,36 @@
+"""AdamW with linear warm-up and cosine decay, from Optax."""
+
+import jax
+import optax
+
+from gva_jax.config import OptimizerConfig
+
+
+def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    """Warm up over the first `config.warmup` share of `steps`, then decay to `config.final_ratio` of the peak."""
+    peak, warmup = config.learning_rate, round(config.warmup * steps)
+    decay = optax.cosine_decay_schedule(peak, max(steps - warmup, 1), alpha=config.final_ratio)
+    if not warmup:
+        return decay
+    rise = optax.linear_schedule(peak / (warmup + 1), peak, warmup)  # the first step already moves
+    return optax.join_schedules([rise, decay], [warmup])
+
+
+def decayed(params):
+    """Which parameters weight decay shrinks: matrices; norms' scales and the embedding are left out."""
+    kept_out = ("scale", "embedding")
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key not in kept_out, params)
+
+
+def make(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+    """The optimiser of a run of `steps` steps."""
+    adamw = optax.adamw(
+        learning_rate(config, steps),
+        b1=config.b1,
+        b2=config.b2,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        mask=decayed,
+    )
+    clip = optax.identity() if config.clip_norm is None else optax.clip_by_global_norm(config.clip_norm)
+    return optax.chain(clip, adamw)

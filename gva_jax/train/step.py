@@ -1,0 +1,129 @@
+"""One optimiser step and one evaluation step, as jitted functions over a mesh.
+
+A batch is a dictionary of int32 arrays (B, T): inputs, targets, segment_ids, positions. Targets with segment id 0 are
+padding and do not count.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from gva_jax import sharding
+from gva_jax.model import Transformer
+from gva_jax.train import state as states
+from gva_jax.train.state import TrainState
+
+Batch = dict[str, Int[Array, "B T"]]
+
+
+def token_losses(model: Transformer, params, batch: Batch, rngs=None) -> Float[Array, "B T"]:
+    """Negative log-likelihood of each target in nats, 0 where it is padding."""
+    logits = model.apply(
+        {"params": params}, batch["inputs"], positions=batch["positions"], segment_ids=batch["segment_ids"], rngs=rngs
+    )
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+    return jnp.where(batch["segment_ids"] > 0, losses, 0)
+
+
+def make_train_step(
+    model: Transformer,
+    optimizer: optax.GradientTransformation,
+    schedule: optax.Schedule,
+    abstract_state: TrainState,
+    mesh: Mesh,
+    accumulation: int = 1,
+) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
+    """`step(state, batch) -> (state, metrics)`; the old state is donated.
+
+    The batch is worked through in `accumulation` micro-batches. Their gradients are summed with the whole batch's count
+    of targets as denominator, so padding that is spread unevenly changes nothing.
+
+    Metrics are float32 scalars: loss (mean nats per target), grad_norm (before clipping), learning_rate.
+    """
+
+    def step(state: TrainState, batch: Batch):
+        targets = jnp.maximum((batch["segment_ids"] > 0).sum(), 1)
+        key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
+
+        def micro(carry, piece):
+            i, batch = piece
+            rngs = {"dropout": jax.random.fold_in(key, i)} if model.config.dropout else None
+            share = lambda params: token_losses(model, params, batch, rngs).sum() / targets
+            return jax.tree.map(jnp.add, carry, jax.value_and_grad(share)(state.params)), None
+
+        if accumulation == 1:
+            nothing = (0.0, jax.tree.map(lambda _: 0.0, state.params))
+            (loss, grads), _ = micro(nothing, (0, batch))
+        else:
+            nothing = (jnp.zeros((), _loss_dtype(model)), jax.tree.map(jnp.zeros_like, state.params))
+            pieces = jnp.arange(accumulation), jax.tree.map(split, batch)
+            (loss, grads), _ = jax.lax.scan(micro, nothing, pieces)
+
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        metrics = {
+            "loss": loss,
+            "grad_norm": optax.global_norm(grads),
+            "learning_rate": jnp.asarray(schedule(state.step)),
+        }
+        return replace(state, step=state.step + 1, params=params, opt_state=opt_state), metrics
+
+    def split(x):
+        """(B, T) to (accumulation, B / accumulation, T), each micro-batch spread over all devices."""
+        x = x.reshape(x.shape[0] // accumulation, accumulation, x.shape[1]).swapaxes(0, 1)
+        return sharding.constrain(x, None, "batch", "sequence")
+
+    declared = states.shardings(abstract_state)
+    return _on(
+        mesh,
+        jax.jit(
+            step,
+            in_shardings=(declared, sharding.batch_sharding(mesh)),
+            out_shardings=(declared, NamedSharding(mesh, P())),
+            donate_argnums=0,
+        ),
+    )
+
+
+def _loss_dtype(model: Transformer):
+    return jnp.promote_types(model.config.dtype, jnp.float32)
+
+
+def make_eval_step(
+    model: Transformer, abstract_state: TrainState, mesh: Mesh, token_bytes: np.ndarray
+) -> Callable[[dict, Batch], jax.Array]:
+    """`step(params, batch) -> (3,)`: nats, targets and bytes of text in the batch. `token_bytes` is (vocab,)."""
+
+    def step(params, batch: Batch):
+        nats = token_losses(model, params, batch).sum()
+        counted = batch["segment_ids"] > 0
+        text = jnp.where(counted, jnp.asarray(token_bytes)[batch["targets"]], 0)
+        return jnp.stack([nats, counted.sum().astype(nats.dtype), text.sum().astype(nats.dtype)])
+
+    declared = states.shardings(abstract_state).params
+    inputs = (declared, sharding.batch_sharding(mesh))
+    return _on(mesh, jax.jit(step, in_shardings=inputs, out_shardings=NamedSharding(mesh, P())))
+
+
+def put(batch: dict[str, np.ndarray], mesh: Mesh) -> Batch:
+    """This process's rows of a batch as global arrays."""
+    where = sharding.batch_sharding(mesh)
+    return {name: jax.make_array_from_process_local_data(where, x) for name, x in batch.items()}
+
+
+def _on(mesh: Mesh, jitted):
+    """`jitted` under the mesh that its sharding constraints need."""
+
+    def call(*args):
+        with jax.set_mesh(mesh):
+            return jitted(*args)
+
+    call.jitted = jitted
+    return call
