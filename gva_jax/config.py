@@ -115,7 +115,7 @@ class ModelConfig:
 class DataConfig:
     """Which text, how it is tokenised and how it is laid out in batches."""
 
-    # Where the text comes from: docstrings (of the installed packages; no network), or hf:NAME[/CONFIG]:SPLIT.
+    # Where the text comes from: docstrings (of the installed packages; no network), or docstrings:NAME,NAME of some.
     source: str = "docstrings"
     # Use at most this many bytes of text (whole documents, chosen by hash). None: all.
     max_bytes: int | None = None

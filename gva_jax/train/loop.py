@@ -99,6 +99,7 @@ def train(config: RunConfig, display: Display | None = None) -> Report:
         stopped_by = stop.signum
 
     checkpoints.close()
+    iterator.close()
     report = Report(folder.path, step, corpus, model, {"params": state.params}, stopped_by=stopped_by)
     if stopped_by is not None and step < options.steps:
         done = f"step {step:,} of {options.steps:,}"

@@ -70,7 +70,7 @@ def make_train_step(
         params = optax.apply_updates(state.params, updates)
         metrics = {
             "loss": loss,
-            "grad_norm": optax.global_norm(grads),
+            "grad_norm": optax.tree.norm(grads),
             "learning_rate": jnp.asarray(schedule(state.step)),
         }
         return replace(state, step=state.step + 1, params=params, opt_state=opt_state), metrics

@@ -1,0 +1,93 @@
+"""A tiny run on tokens of its own: no corpus, no folder."""
+
+import functools
+from dataclasses import replace
+
+import jax
+import numpy as np
+
+from gva_jax import sharding
+from gva_jax.config import AttentionConfig, DataConfig, MeshConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
+from gva_jax.model import Transformer
+from gva_jax.train import optimizer as optimizers
+from gva_jax.train import state as states
+from gva_jax.train.step import make_train_step, put
+
+FAMILIES = {
+    "gva": AttentionConfig("gva", 4, 2, 8, 4, q_norm=True, key_init="scale_matched"),
+    "gqa": AttentionConfig("gqa", 4, 2, 8, q_norm=True, k_norm=True),
+    "mqa": AttentionConfig("mqa", 4, 1, 8),
+    "mla": AttentionConfig("mla", 4, None, 8, 4, latent_dim=16),
+    "gva_full_rope": AttentionConfig("gva", 4, 2, 8, None),
+}
+
+
+def config(family: str = "gva", *, mesh: MeshConfig | None = None, accumulation: int = 1, **model) -> RunConfig:
+    """2 layers of width 32, 16 sequences of 16 tokens."""
+    sizes = dict(vocab_size=64, num_layers=2, model_dim=32, hidden_dim=64, attention=FAMILIES[family])
+    return RunConfig(
+        model=ModelConfig(**{**sizes, **model}),
+        data=DataConfig(context_length=16, batch_size=16),
+        optimizer=OptimizerConfig(learning_rate=3e-3),
+        mesh=mesh or MeshConfig(),
+        train=TrainConfig(steps=20, accumulation=accumulation),
+    )
+
+
+def batch(step: int, run: RunConfig, *, ragged: bool = False) -> dict[str, np.ndarray]:
+    """Tokens that can be learnt (each follows from the last), two documents a row; `ragged` pads rows unevenly."""
+    B, T, vocab = run.data.batch_size, run.data.context_length, run.model.vocab_size
+    rng = np.random.default_rng(step)
+    tokens = (rng.integers(0, vocab, (B, 1)) + 5 * np.arange(T + 1)) % vocab
+    first = rng.integers(1, T - 1, (B, 1))
+    segment_ids = 1 + (np.arange(T) >= first)
+    positions = np.where(segment_ids == 1, np.arange(T), np.arange(T) - first)
+    if ragged:
+        segment_ids = np.where(np.arange(T) < rng.integers(2, T, (B, 1)), segment_ids, 0)
+    arrays = dict(inputs=tokens[:, :-1], targets=tokens[:, 1:], segment_ids=segment_ids, positions=positions)
+    return {name: x.astype(np.int32) for name, x in arrays.items()}
+
+
+@functools.cache
+def _initial_state(model: ModelConfig, seed: int, optimizer: OptimizerConfig, steps: int):
+    transformer, plan = Transformer(model), optimizers.make(optimizer, steps)
+    mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
+    return jax.tree.map(np.asarray, states.create(transformer, plan, seed, mesh))
+
+
+def initial_state(run: RunConfig) -> states.TrainState:
+    """The state at step 0 as NumPy arrays; compiled once for all tests that start from it."""
+    return _initial_state(run.model, run.train.seed, run.optimizer, run.train.steps)
+
+
+class Run:
+    """Model, state and step of `run` on its mesh over `devices`."""
+
+    def __init__(self, run: RunConfig, devices=None):
+        self.config, self.model = run, Transformer(run.model)
+        self.mesh = sharding.make_mesh(run.mesh, devices)
+        sharding.check(run, self.mesh)
+        steps, seed = run.train.steps, run.train.seed
+        self.optimizer = optimizers.make(run.optimizer, steps)
+        self.schedule = optimizers.learning_rate(run.optimizer, steps)
+        self.abstract = states.abstract(self.model, self.optimizer, seed, self.mesh)
+        self.step = make_train_step(
+            self.model, self.optimizer, self.schedule, self.abstract, self.mesh, run.train.accumulation
+        )
+        self.state = jax.tree.map(lambda x, a: jax.device_put(x, a.sharding), initial_state(run), self.abstract)
+
+    def advance(self, count: int, *, ragged: bool = False, start: int = 0) -> list[dict[str, float]]:
+        """Take `count` steps; their metrics."""
+        metrics = []
+        for i in range(start, start + count):
+            self.state, m = self.step(self.state, put(batch(i, self.config, ragged=ragged), self.mesh))
+            metrics.append({name: float(x) for name, x in m.items()})
+        return metrics
+
+
+def one_device(run: RunConfig) -> Run:
+    return Run(replace(run, mesh=MeshConfig()), jax.devices()[:1])
+
+
+def float64(run: RunConfig) -> RunConfig:
+    return replace(run, model=replace(run.model, dtype="float64", param_dtype="float64"))
