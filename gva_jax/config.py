@@ -73,7 +73,8 @@ class AttentionConfig:
     form: Literal["absorbed", "materialised"] = "absorbed"
 
     def __post_init__(self):
-        check_heads(self.num_heads, self.num_kv_heads or self.num_heads, self.head_dim)
+        groups = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+        check_heads(self.num_heads, groups, self.head_dim)
         check_rope_dim(self.rope_dim, self.head_dim)
         require(self.rope_base > 1, "rope_base", self.rope_base, "must be above 1")
         require(self.latent_dim is None or self.latent_dim >= 1, "latent_dim", self.latent_dim, "must be 1 or more")
@@ -91,6 +92,7 @@ class ModelConfig:
     model_dim: int = 128
     # SwiGLU hidden width.
     hidden_dim: int = 384
+    # Attention: family, heads, widths.
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     # Use the embedding as the output matrix.
     tie_embeddings: bool = True
@@ -149,8 +151,11 @@ class OptimizerConfig:
     final_ratio: float = 0.1
     # Share of the steps that warm up.
     warmup: float = 0.05
+    # Decay of the gradients' running mean.
     b1: float = 0.9
+    # Decay of the squared gradients' running mean.
     b2: float = 0.95
+    # Added to the root of the squared gradients' mean.
     eps: float = 1e-8
     # Decoupled weight decay; norms and embeddings are left out.
     weight_decay: float = 0.1
@@ -221,9 +226,13 @@ class TrainConfig:
 class SampleConfig:
     """What is written from the cache when training ends."""
 
+    # Texts to continue. None given: a document from its beginning.
     prompts: tuple[str, ...] = ()
+    # Stop after so many new tokens, or at the end of the text.
     max_new_tokens: int = 100
+    # Divide logits by this before sampling. 0: take the likeliest token (greedy).
     temperature: float = 0.7
+    # Sample among the likeliest tokens that together have this probability.
     top_p: float = 0.95
 
     def __post_init__(self):
@@ -240,11 +249,17 @@ class RunConfig:
     name: str = "run"
     # Folder that holds the runs' folders.
     runs: str = "runs"
+    # The transformer.
     model: ModelConfig = field(default_factory=ModelConfig)
+    # Text, tokens, batches.
     data: DataConfig = field(default_factory=DataConfig)
+    # AdamW and its schedule.
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    # Devices.
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    # Steps, reports, checkpoints.
     train: TrainConfig = field(default_factory=TrainConfig)
+    # What is written when training ends.
     sample: SampleConfig = field(default_factory=SampleConfig)
 
     def __post_init__(self):
@@ -316,7 +331,12 @@ def load(name: str | os.PathLike) -> RunConfig:
     module = _import_file(path)
     if not isinstance(getattr(module, "config", None), types.FunctionType):
         raise ConfigError(f"config {str(path)!r}: must define a function config() that returns a RunConfig")
-    config = module.config()
+    try:
+        config = module.config()
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"config {str(path)!r}: config() raised {type(error).__name__}: {error}") from error
     if not isinstance(config, RunConfig):
         raise ConfigError(f"config {str(path)!r}: config() returned {type(config).__name__}, must be a RunConfig")
     return config

@@ -41,19 +41,23 @@ def training_attention(
 
 def _causal_block(q, k, v, segment_ids, start, scale):
     """Queries at positions start .. start + T attend over keys 0 .. S."""
-    (B, T, H, dk), (S, G) = q.shape, k.shape[1:3]
-    wide = wide_dtype(q.dtype)
-    s = jnp.einsum("BTGhd,BSGd->BGhTS", q.reshape(B, T, G, H // G, dk), k, preferred_element_type=wide) * scale
-    seen = start + jnp.arange(T)[:, None] >= jnp.arange(S)
+    (B, T, H, dk), (S, G), dv = q.shape, k.shape[1:3], v.shape[3]
+    wide, h = wide_dtype(q.dtype), H // G
+    # Plain matrix products, one a group, whose rows are its heads' queries: on CPU 4 to 5 times faster than an einsum
+    # over separate axes, which transposes the scores.
+    rows = q.reshape(B, T, G, h, dk).transpose(0, 2, 3, 1, 4).reshape(B, G, h * T, dk)
+    s = jnp.einsum("BGRd,BGSd->BGRS", rows, k.swapaxes(1, 2), preferred_element_type=wide) * scale
+    seen = start + jnp.arange(T)[:, None] >= jnp.arange(S)  # (T, S), or (B, 1, T, S) with segments
     if segment_ids is not None:
         mine, theirs = segment_ids[:, start : start + T, None], segment_ids[:, None]
-        seen = (seen & (mine == theirs) & (mine >= 0))[:, None, None]
-    s = jnp.where(seen, s, -jnp.inf)
+        seen = (seen & (mine == theirs) & (mine >= 0))[:, None]
+    s = jnp.where(jnp.tile(seen, (h, 1)), s, -jnp.inf)
     m = jax.lax.stop_gradient(s.max(axis=-1, keepdims=True))
     p = jnp.exp(s - jnp.where(jnp.isfinite(m), m, 0))  # a row that sees nothing: weights 0, finite gradients
     total = p.sum(axis=-1, keepdims=True)
     p = (p / jnp.where(total == 0, 1, total)).astype(v.dtype)
-    return jnp.einsum("BGhTS,BSGd->BTGhd", p, v).reshape(B, T, H, v.shape[-1])
+    y = jnp.einsum("BGRS,BGSd->BGRd", p, v.swapaxes(1, 2))
+    return y.reshape(B, G, h, T, dv).transpose(0, 3, 1, 2, 4).reshape(B, T, H, dv)
 
 
 def cached_attention(
@@ -92,18 +96,19 @@ def in_chunks(attend, queries, lengths: Int[Array, "B"], new: Int[Array, "B"]):
     `lengths` count the live tokens with all `new` ones; each chunk gets its own, as if later chunks had not come yet.
     """
     T = jax.tree.leaves(queries)[0].shape[1]
-    count = -(-T // PREFILL_CHUNK)
+    size = min(T, PREFILL_CHUNK)
+    count = -(-T // size)
 
     def split(x):
-        x = jnp.pad(x, [(0, 0), (0, count * PREFILL_CHUNK - T)] + [(0, 0)] * (x.ndim - 2))
-        return x.reshape(x.shape[0], count, PREFILL_CHUNK, *x.shape[2:]).swapaxes(0, 1)
+        x = jnp.pad(x, [(0, 0), (0, count * size - T)] + [(0, 0)] * (x.ndim - 2))
+        return x.reshape(x.shape[0], count, size, *x.shape[2:]).swapaxes(0, 1)
 
     def step(_, chunk):
         start, queries = chunk
-        here = jnp.clip(new - start, 0, PREFILL_CHUNK)
-        return None, attend(queries, lengths - jnp.maximum(new - start - PREFILL_CHUNK, 0), here)
+        here = jnp.clip(new - start, 0, size)
+        return None, attend(queries, lengths - jnp.maximum(new - start - size, 0), here)
 
-    starts = jnp.arange(count, dtype=new.dtype) * PREFILL_CHUNK
+    starts = jnp.arange(count, dtype=new.dtype) * size
     _, out = jax.lax.scan(step, None, (starts, jax.tree.map(split, queries)))
     out = out.swapaxes(0, 1)
-    return out.reshape(out.shape[0], count * PREFILL_CHUNK, *out.shape[3:])[:, :T]
+    return out.reshape(out.shape[0], count * size, *out.shape[3:])[:, :T]

@@ -1,0 +1,13 @@
+"""GVA, scale-matched initialisation and Q-norm, full RoPE on the reconstructed keys; otherwise gva_350m."""
+
+from dataclasses import replace
+
+from gva_350m import config as base
+
+from gva_jax.config import RunConfig
+
+
+def config() -> RunConfig:
+    run = base()
+    attention = replace(run.model.attention, rope_dim=None)
+    return replace(run, name="gva_350m_scale_matched", model=replace(run.model, attention=attention))

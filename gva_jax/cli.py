@@ -1,0 +1,124 @@
+"""The `gva` command: parse, call, print. Whatever is heavy is imported by the command that needs it.
+
+A user's mistake is a `ConfigError`: one line on standard error, exit code 2.
+"""
+
+import sys
+from collections.abc import Callable
+
+from gva_jax import __version__
+from gva_jax.config import ConfigError, cache_folder, shipped
+
+# Modules of `gva-jax[train]`, by the top-level name that an import error reports.
+TRAIN_EXTRA = {"optax", "orbax", "grain", "tensorflow_datasets", "array_record", "tokenizers"}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command and return the process's exit code."""
+    try:
+        return _run(sys.argv[1:] if argv is None else list(argv))
+    except ConfigError as error:
+        return _refuse(str(error))
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in TRAIN_EXTRA:
+            raise
+        return _refuse(f"{missing} is not installed; it comes with: pip install 'gva-jax[train]'")
+    except FloatingPointError as error:  # a loss or weights that are not finite: the message says where
+        return _refuse(str(error), code=1)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except SystemExit as stop:  # how the parser ends when it has printed help
+        return int(stop.code or 0)
+
+
+def _refuse(message: str, code: int = 2) -> int:
+    print("error:", " ".join(message.split("\n")), file=sys.stderr)
+    return code
+
+
+def _run(argv: list[str]) -> int:
+    name, *args = argv or ["--help"]
+    if name in ("--help", "-h"):
+        print(_overview())
+    elif name == "--version":
+        print(f"gva-jax {__version__}")
+    elif name in COMMANDS:
+        return COMMANDS[name](args) or 0
+    else:
+        from gva_jax.options import nearest
+
+        raise ConfigError(f"no command {name!r}; did you mean {nearest(name, list(COMMANDS))}? `gva` lists all")
+    return 0
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    commands = [f"  {name:{width}}  {command.__doc__.splitlines()[0]}" for name, command in COMMANDS.items()]
+    ending = ["", f"shipped configs: {', '.join(shipped())}", "`gva COMMAND --help` says more; `gva --version`."]
+    return "\n".join(["usage: gva COMMAND ...", "", *commands, *ending])
+
+
+def _description(command: Callable) -> str:
+    """A command's docstring as help, with the folders that it names."""
+    paragraphs = command.__doc__.format(cache=cache_folder()).split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+
+
+def train(args: list[str]) -> int:
+    """Train a model from a config; an interrupted run continues from its last checkpoint.
+
+    The run's folder RUNS/NAME receives the config, checkpoints and metrics. A run that a signal stops saves a
+    checkpoint and exits with 128 + the signal; the same command continues it. Prepared corpora and compiled programs
+    (JAX's persistent compilation cache, on by default) are kept in {cache}; GVA_JAX_CACHE names another folder.
+    """
+    from gva_jax.options import TrainOptions, parse_with_config
+
+    config = parse_with_config(TrainOptions, args, "gva train", _description(train)).config
+    from gva_jax import runtime
+    from gva_jax.display import Display
+    from gva_jax.train import loop, report
+
+    display = Display()
+    runtime.start(display)
+    result = loop.train(config, display)
+    report.show(config, result, display)
+    return 0 if result.stopped_by is None else 128 + result.stopped_by
+
+
+def generate(args: list[str]) -> None:
+    """Continue prompts from the value cache of a trained run.
+
+    One prompt is continued token by token as text; several at once, each in its row. Compiled programs (JAX's
+    persistent compilation cache, on by default) are kept in {cache}; GVA_JAX_CACHE names another folder.
+    """
+    from gva_jax.options import GenerateOptions, parse
+
+    options = parse(GenerateOptions, args, "gva generate", _description(generate))
+    from gva_jax import continuations
+
+    continuations.write(options)
+
+
+def info(args: list[str]) -> None:
+    """Print a config's parameters, cache and FLOPs; nothing is trained and no parameter is allocated.
+
+    Cache bytes are those of arrays really allocated, values and rotary keys over capacity.
+    """
+    from gva_jax.options import InfoOptions, parse_with_config
+
+    options = parse_with_config(InfoOptions, args, "gva info", _description(info))
+    import json
+
+    from gva_jax import info as info_module
+    from gva_jax.display import Display
+
+    figures = info_module.describe(options.config)
+    if options.json:
+        print(json.dumps(figures, indent=2))
+    else:
+        Display().show(info_module.table(options.config, figures))
+
+
+COMMANDS = {"train": train, "generate": generate, "info": info}

@@ -1,0 +1,142 @@
+"""Command-line options from frozen dataclasses, by tyro. A mistake is one line, with the nearest valid name."""
+
+import contextlib
+import dataclasses
+import difflib
+import io
+import itertools
+import re
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from gva_jax.config import ConfigError, RunConfig, load, require, shipped
+
+# A run's config among a command's options: its fields are options by their dotted names, without a prefix.
+_Config = Annotated[RunConfig, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff]
+_Flag = tyro.conf.FlagCreatePairsOff[bool]
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    config: _Config
+
+
+@dataclass(frozen=True)
+class InfoOptions:
+    config: _Config
+    # Print the figures as JSON.
+    json: _Flag = False
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    # Folder of the run, as `gva train` printed it.
+    run: tyro.conf.PositionalMetavarFromFieldName[tyro.conf.Positional[str]]
+    # Text to continue. Repeat it to continue several at once.
+    prompt: tyro.conf.UseAppendAction[tuple[str, ...]]
+    # Stop after so many new tokens, or at the end of the text.
+    max_new_tokens: int = 200
+    # Divide logits by this before sampling. 0: take the likeliest token (greedy).
+    temperature: float = 0.7
+    # Sample among this many likeliest tokens. None: among all.
+    top_k: int | None = None
+    # Sample among the likeliest tokens that together have this probability.
+    top_p: float = 0.95
+    # Seed of the sampling.
+    seed: int = 0
+    # Implementation of the decode kernel. None: the best for the device.
+    implementation: str | None = None
+    # Print prompts, texts and token ids as JSON.
+    json: _Flag = False
+
+    def __post_init__(self):
+        require(Path(self.run).is_dir(), "run", self.run, "no such folder; `gva train` makes one")
+        require(bool(self.prompt), "prompt", self.prompt, "give one or more, as --prompt TEXT")
+        require(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "must be 1 or more")
+        require(self.temperature >= 0, "temperature", self.temperature, "must not be negative (0: greedy)")
+        require(self.top_k is None or self.top_k >= 1, "top_k", self.top_k, "must be 1 or more, or None")
+        require(0 < self.top_p <= 1, "top_p", self.top_p, "must be above 0 and at most 1")
+
+
+def parse(options: type, args: list[str], prog: str, description: str, default: Any = None) -> Any:
+    """An instance of the dataclass `options` from command-line arguments. `--help` prints and raises SystemExit."""
+    _check_names(args, option_names(options))
+    report = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(report):
+            return tyro.cli(
+                options,
+                args=args,
+                prog=prog,
+                description=description,
+                default=tyro.MISSING_NONPROP if default is None else default,
+                use_underscores=default is not None,  # a config's fields are shown as Python spells them
+            )
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        raise _refused_value(stop) or ConfigError(_sentence(report.getvalue())) from None
+
+
+def parse_with_config(options: type, args: list[str], prog: str, description: str) -> Any:
+    """The same for options whose field `config` starts from the config that the first plain argument names."""
+    at = next((i for i, arg in enumerate(args) if not arg.startswith("-")), None)
+    if at is None:
+        known = f"CONFIG is a file that defines config(), or a shipped config: {', '.join(shipped())}"
+        if not {"--help", "-h"} & set(args):
+            raise ConfigError(f"{prog} needs a CONFIG. {known}")
+        print(f"usage: {prog} CONFIG [--model.attention.rope_dim 24 ...]\n\n{description}\n\n{known}\n")
+        print(f"`{prog} CONFIG --help` lists every option, with the defaults of that config.")
+        raise SystemExit(0)
+    default = options(config=load(args[at]))
+    return parse(options, args[:at] + args[at + 1 :], f"{prog} {args[at]}", description, default)
+
+
+def option_names(options: type, prefix: str = "") -> list[str]:
+    """Names of all options: fields, those of nested dataclasses dotted."""
+    names = []
+    for name, kind in typing.get_type_hints(options).items():
+        if kind is RunConfig:
+            names += option_names(kind)
+        elif dataclasses.is_dataclass(kind):
+            names += option_names(kind, f"{prefix}{name}.")
+        else:
+            names.append(prefix + name)
+    return names
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """The known name most like `name`, as a whole or in its last part."""
+
+    def likeness(other: str) -> float:
+        whole, last = (name, other), (name.rpartition(".")[2], other.rpartition(".")[2])
+        ratio = lambda pair: difflib.SequenceMatcher(None, *pair).ratio()
+        return max(ratio(whole), 0.9 * ratio(last))
+
+    return max(known, key=likeness)
+
+
+def _check_names(args: list[str], known: list[str]) -> None:
+    for given in (arg.partition("=")[0] for arg in args if arg.startswith("--")):
+        name = given[2:].replace("-", "_")
+        if name not in (*known, "help"):
+            raise ConfigError(f"no option {given}; did you mean --{nearest(name, known)}?")
+
+
+def _refused_value(error: BaseException | None) -> ConfigError | None:
+    """The `ConfigError` of a dataclass's validation, which tyro reports in its own words and then exits."""
+    while error is not None and not isinstance(error, ConfigError):
+        error = error.__context__
+    return error
+
+
+def _sentence(report: str) -> str:
+    """What tyro printed in a box (title, message, rule, further help): the message, in one line."""
+    rows = [re.sub(r"\x1b\[[0-9;]*m", "", row).strip(" │") for row in report.splitlines()[1:]]
+    is_rule = lambda row: not row.strip("─-╰╯")
+    message = itertools.takewhile(lambda row: not is_rule(row), itertools.dropwhile(is_rule, rows))
+    return " ".join(message).removeprefix("Error parsing ")
