@@ -75,7 +75,10 @@ class Cache:
         Raises:
           CacheOverflow: a row would exceed the capacity (where lengths are concrete). Under `jit` the tokens that do
             not fit are dropped and the row is marked as overflowed; nothing wraps around.
+          ValueError: `new` outside 0 .. T, where it is concrete.
         """
+        if is_concrete(new) and not 0 <= (given := np.asarray(new)).min() <= given.max() <= values.shape[1]:
+            raise ValueError(f"lengths = {given.tolist()}: must lie in 0 .. {values.shape[1]}, the tokens given")
         lengths = self.lengths + new.astype(self.lengths.dtype)
         if is_concrete(lengths) and (over := np.asarray(lengths)).max(initial=0) > self.capacity:
             row = int(over.argmax())

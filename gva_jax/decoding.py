@@ -134,7 +134,7 @@ def sample(logits, key, temperature, top_k, top_p):
     ranked = logits[order] / temperature
     probability = jax.nn.softmax(ranked)
     before = jnp.cumsum(probability) - probability  # what likelier tokens already hold
-    kept = (jnp.arange(logits.shape[0]) < top_k) & (before < top_p)
+    kept = (jnp.arange(logits.shape[0]) < top_k) & ((before < top_p) | (top_p >= 1))  # 1: all, rounding or not
     return order[jax.random.categorical(key, jnp.where(kept, ranked, -jnp.inf))].astype(jnp.int32)
 
 

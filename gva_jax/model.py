@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 from gva_jax.attention.layers import Projection, RMSNorm, normal
 from gva_jax.attention.registry import build
 from gva_jax.cache import Cache
+from gva_jax.compat import wide_dtype
 from gva_jax.config import ConfigError, ModelConfig
 from gva_jax.sharding import constrain
 
@@ -22,6 +23,11 @@ REMAT_POLICIES = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveab
 
 def _dtypes(config: ModelConfig) -> dict:
     return {"dtype": jnp.dtype(config.dtype), "param_dtype": jnp.dtype(config.param_dtype)}
+
+
+def _wide(config: ModelConfig):
+    """The logits' dtype: they leave the last product unrounded, whatever the activations are."""
+    return wide_dtype(jnp.dtype(config.dtype))
 
 
 class SwiGLU(nn.Module):
@@ -101,7 +107,7 @@ class Transformer(nn.Module):
             self.layers = [block(config, self.implementation) for _ in range(config.num_layers)]
         self.final_norm = RMSNorm(**kw)
         if not config.tie_embeddings:
-            self.unembedding = Projection((config.vocab_size,), **kw)
+            self.unembedding = Projection((config.vocab_size,), out_dtype=_wide(config), **kw)
 
     def __call__(
         self,
@@ -120,12 +126,11 @@ class Transformer(nn.Module):
 
     def _logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T vocab"]:
         x = self.final_norm(x)
-        wide = jnp.promote_types(x.dtype, jnp.float32)
         if self.config.tie_embeddings:
             matrix = self.embedding.embedding.astype(x.dtype)
-            logits = jnp.einsum("BTD,VD->BTV", x, matrix, preferred_element_type=wide)
+            logits = jnp.einsum("BTD,VD->BTV", x, matrix, preferred_element_type=_wide(self.config))
         else:
-            logits = self.unembedding(x).astype(wide)
+            logits = self.unembedding(x)
         return constrain(logits, "batch", "sequence", "vocab")
 
     # ---- decoding ----------------------------------------------------------------------------------------------------

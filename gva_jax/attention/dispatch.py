@@ -4,12 +4,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from gva_jax.attention.training import grouped_attention
 from gva_jax.cache import Cache
-from gva_jax.compat import wide_dtype
 from gva_jax.kernels import decode_attention
 
-TRAIN_CHUNK = 512  # queries whose scores are in memory at once, in training
-PREFILL_CHUNK = 128  # and over a cache
+PREFILL_CHUNK = 128  # queries of a prompt whose scores are in memory at once
 DECODE_QUERIES = 16  # the most new tokens a decode kernel takes at once
 
 
@@ -21,43 +20,15 @@ def training_attention(
     segment_ids: Int[Array, "B T"] | None = None,
     scale: float,
 ) -> Float[Array, "B T H dv"]:
-    """Causal grouped attention, differentiable; query head h reads group `h // (H // G)`. dk and dv may differ.
+    """Causal grouped attention; query head h reads group `h // (H // G)`. dk and dv may differ. Reverse-mode only.
 
     `segment_ids` keep packed documents apart: a position sees its own segment only. A negative id is padding: it sees
     nothing, nothing sees it, and its output is 0. The softmax is float32 (float64 for float64 inputs).
     """
-    T = q.shape[1]
-    if T <= TRAIN_CHUNK:
-        return _causal_block(q, k, v, segment_ids, 0, scale)
-    # Memory for T * TRAIN_CHUNK scores rather than T * T, and no work on keys that a whole chunk cannot see.
-    block = jax.checkpoint(_causal_block, static_argnums=(4, 5))
-    chunks = []
-    for start in range(0, T, TRAIN_CHUNK):
-        stop = min(start + TRAIN_CHUNK, T)
-        ids = None if segment_ids is None else segment_ids[:, :stop]
-        chunks.append(block(q[:, start:stop], k[:, :stop], v[:, :stop], ids, start, scale))
-    return jnp.concatenate(chunks, axis=1)
-
-
-def _causal_block(q, k, v, segment_ids, start, scale):
-    """Queries at positions start .. start + T attend over keys 0 .. S."""
-    (B, T, H, dk), (S, G), dv = q.shape, k.shape[1:3], v.shape[3]
-    wide, h = wide_dtype(q.dtype), H // G
-    # Plain matrix products, one a group, whose rows are its heads' queries: on CPU 4 to 5 times faster than an einsum
-    # over separate axes, which transposes the scores.
-    rows = q.reshape(B, T, G, h, dk).transpose(0, 2, 3, 1, 4).reshape(B, G, h * T, dk)
-    s = jnp.einsum("BGRd,BGSd->BGRS", rows, k.swapaxes(1, 2), preferred_element_type=wide) * scale
-    seen = start + jnp.arange(T)[:, None] >= jnp.arange(S)  # (T, S), or (B, 1, T, S) with segments
-    if segment_ids is not None:
-        mine, theirs = segment_ids[:, start : start + T, None], segment_ids[:, None]
-        seen = (seen & (mine == theirs) & (mine >= 0))[:, None]
-    s = jnp.where(jnp.tile(seen, (h, 1)), s, -jnp.inf)
-    m = jax.lax.stop_gradient(s.max(axis=-1, keepdims=True))
-    p = jnp.exp(s - jnp.where(jnp.isfinite(m), m, 0))  # a row that sees nothing: weights 0, finite gradients
-    total = p.sum(axis=-1, keepdims=True)
-    p = (p / jnp.where(total == 0, 1, total)).astype(v.dtype)
-    y = jnp.einsum("BGRS,BGSd->BGRd", p, v.swapaxes(1, 2))
-    return y.reshape(B, G, h, T, dv).transpose(0, 3, 1, 2, 4).reshape(B, T, H, dv)
+    (B, T, H, dk), G = q.shape, k.shape[2]
+    by_group = q.reshape(B, T, G, H // G, dk).transpose(0, 2, 3, 1, 4)
+    y = grouped_attention(by_group, k.swapaxes(1, 2), v.swapaxes(1, 2), segment_ids, scale)
+    return y.transpose(0, 3, 1, 2, 4).reshape(B, T, H, v.shape[3])
 
 
 def cached_attention(

@@ -81,7 +81,7 @@ class GroupedValueAttention(Attention):
 
     @property
     def _groups(self) -> int:
-        return self.num_kv_heads or self.num_heads
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
     @property
     def _content(self) -> int:
@@ -188,14 +188,15 @@ class GroupedValueAttention(Attention):
         self, q: Float[Array, "B T H d"], cache: Cache, key_map: Float[Array, "d H d"], new: Int[Array, "B"]
     ) -> Float[Array, "B T H d"]:
         """Make rotated keys from a block of cached values, attend to it, merge; never all keys at once."""
-        values = cache.values if cache.layout == "tokens_major" else cache.values.swapaxes(-1, -2)
-        B, H, (G, S) = q.shape[0], q.shape[2], values.shape[1:3]
+        major = cache.layout == "tokens_major"
+        B, H, G, S = q.shape[0], q.shape[2], self._groups, cache.capacity
         block = math.gcd(S, REBUILD_BLOCK)
 
         def attend(q, lengths, new):
             def step(i, partial):
                 at = i * block
-                v = jax.lax.dynamic_slice_in_dim(values, at, block, axis=2).astype(self.dtype)
+                v = jax.lax.dynamic_slice_in_dim(cache.values, at, block, axis=2 if major else 3).astype(self.dtype)
+                v = v if major else v.swapaxes(-1, -2)  # of the block only: the whole cache would be copied
                 k = reconstruct(v.swapaxes(1, 2), key_map)
                 positions = jnp.broadcast_to(at + jnp.arange(block), (B, block))
                 k = apply_rope(k, positions, self.rope_base).swapaxes(1, 2)

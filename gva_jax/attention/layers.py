@@ -28,7 +28,7 @@ def scale_matched(ratio: float, fan_in: int):
 
 
 class Projection(nn.Module):
-    """Bias-free linear map of the last axis to axes `features`.
+    """Bias-free linear map of the last axis to axes `features`; `out_dtype` is `dtype` unless given.
 
     The kernel is stored folded, `(D, prod(features))`: a minor axis of 64 would be padded to 128 on TPU.
     """
@@ -37,12 +37,13 @@ class Projection(nn.Module):
     kernel_init: nn.initializers.Initializer = normal()
     dtype: jnp.dtype = jnp.float32
     param_dtype: jnp.dtype = jnp.float32
+    out_dtype: jnp.dtype | None = None
 
     @nn.compact
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "..."]:
         shape = (x.shape[-1], math.prod(self.features))
         kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
-        y = x.astype(self.dtype) @ kernel.astype(self.dtype)
+        y = jnp.matmul(x.astype(self.dtype), kernel.astype(self.dtype), preferred_element_type=self.out_dtype)
         return y.reshape(*x.shape[:-1], *self.features)
 
 

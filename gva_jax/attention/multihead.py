@@ -48,7 +48,7 @@ class MultiHeadAttention(Attention):
 
     @property
     def _groups(self) -> int:
-        return self.num_kv_heads or self.num_heads
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
     # ---- projections -------------------------------------------------------------------------------------------------
 

@@ -65,19 +65,32 @@ def decode_attention(
         raise ValueError(f"layout = {layout!r}: must be one of {', '.join(LAYOUTS)}")
     if (q_rope is None) != (rope_keys is None):
         raise ValueError("q_rope and rope_keys go together: give both or neither")
-    token, width = (2, 3) if layout == "tokens_major" else (3, 2)
-    key_width = (values if keys is None else keys).shape[width]
-    if q.shape[-1] != key_width:
-        raise ValueError(f"q has width {q.shape[-1]}, its keys {key_width}: an absorbed query has the values' width")
-    if q.shape[2] % values.shape[1]:
-        raise ValueError(f"q has {q.shape[2]} heads, values have {values.shape[1]} groups: groups must divide heads")
-    for name, x, axis in (("keys", keys, token), ("rope_keys", rope_keys, token - 1)):
-        if x is not None and x.shape[axis] != values.shape[token]:
-            raise ValueError(f"{name} hold {x.shape[axis]} tokens, values {values.shape[token]}: must be equal")
-    if window is not None and window < 1:
-        raise ValueError(f"window = {window}: must be 1 or more, or None")
+    (B, T, H, d), G = q.shape, values.shape[1]
+    pick = lambda S, width: (S, width) if layout == "tokens_major" else (width, S)
+    S, _ = pick(*values.shape[2:])
+    _, key_width = pick(*(values if keys is None else keys).shape[2:])
+    if d != key_width:
+        raise ValueError(f"q has width {d}, its keys {key_width}: an absorbed query has the values' width")
+    if H % G:
+        raise ValueError(f"q has {H} heads, values have {G} groups: groups must divide heads")
+    r = None if q_rope is None else q_rope.shape[-1]
+    for name, x, shape in (  # an axis of 1 would be broadcast silently
+        ("values", values, (B, *values.shape[1:])),
+        ("keys", keys, (B, G, *pick(S, key_width))),
+        ("q_rope", q_rope, (B, T, H, r)),
+        ("rope_keys", rope_keys, (B, *pick(S, r))),
+        ("lengths", lengths, (B,)),
+        ("q_lengths", q_lengths, (B,)),
+        ("sinks", sinks, (H,)),
+    ):
+        if x is not None and x.shape != shape:
+            raise ValueError(f"{name} has shape {x.shape}, must be {shape} beside q {q.shape}, values {values.shape}")
+    for name, value in (("window", window), ("softcap", softcap)):
+        if value is not None and value <= 0:
+            raise ValueError(f"{name} = {value}: must be above 0, or None")
     run = IMPLEMENTATIONS[implementation or "xla"]
     return run(
-        q, values, keys=keys, q_rope=q_rope, rope_keys=rope_keys, lengths=lengths, q_lengths=q_lengths, scale=scale,
-        window=window, softcap=softcap, sinks=sinks, layout=layout,
+        q, values, keys=keys, q_rope=q_rope, rope_keys=rope_keys, lengths=lengths, q_lengths=q_lengths,
+        scale=float(scale),  # NumPy's scalars would widen the scores where x64 is on
+        window=window, softcap=None if softcap is None else float(softcap), sinks=sinks, layout=layout,
     )  # fmt: skip

@@ -6,7 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gva_jax import info
-from gva_jax.config import RunConfig
+from gva_jax.config import RunConfig, shipped
 from gva_jax.decoding import generate, token_lists
 from gva_jax.display import Display
 from gva_jax.train.loop import Report
@@ -71,13 +71,13 @@ def samples(config: RunConfig, report: Report) -> list[tuple[str, str]]:
 def next_commands(config: RunConfig, report: Report) -> list[str]:
     gva = "uv run gva" if "UV_RUN_RECURSION_DEPTH" in os.environ else "gva"  # as the person started this one
     prompt = (config.sample.prompts or ("The",))[0]
-    return [
-        f'{gva} generate {report.folder} --prompt "{prompt}" --temperature 0.7',
-        f"{gva} info quickstart",
-        f"{gva} train quickstart --name longer --train.steps {config.train.steps * 4}",
-        f"{gva} train quickstart --name gqa --model.attention.family gqa --model.attention.rope-dim None "
-        "--model.attention.key-init default",
-    ]
+    commands = [f'{gva} generate {report.folder} --prompt "{prompt}" --temperature 0.7']
+    if config.name in shipped():
+        commands += [
+            f"{gva} info {config.name}",
+            f"{gva} train {config.name} --name longer --train.steps {config.train.steps * 4}",
+        ]
+    return commands
 
 
 def _value_only(config: RunConfig) -> bool:
