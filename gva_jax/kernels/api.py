@@ -1,13 +1,16 @@
-"""The one entry to decode attention, and the choice of an implementation."""
+"""The one entry to decode attention: its contract, the checks at the door, and the choice of an implementation."""
 
-from jaxtyping import Array, Float, Int
+import importlib
+from typing import Any
+
+from jaxtyping import Array, Float, Int, Num
 
 from gva_jax.cache import LAYOUTS
-from gva_jax.kernels import reference, xla
 
+# Name -> module with a `decode_attention` of the same arguments, imported when it is first used.
 IMPLEMENTATIONS = {
-    "reference": reference.decode_attention,
-    "xla": xla.decode_attention,
+    "reference": "gva_jax.kernels.reference",
+    "xla": "gva_jax.kernels.xla",
 }
 
 
@@ -20,9 +23,9 @@ def check_implementation(name: str | None) -> None:
 
 def decode_attention(
     q: Float[Array, "B T H d"],
-    values: Float[Array, "BP G _ _"],
+    values: Num[Array, "BP G _ _"],
     *,
-    keys: Float[Array, "BP G _ _"] | None = None,
+    keys: Num[Array, "BP G _ _"] | None = None,
     q_rope: Float[Array, "B T H r"] | None = None,
     rope_keys: Float[Array, "BP _ _"] | None = None,
     lengths: Int[Array, "B"],
@@ -31,8 +34,12 @@ def decode_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Float[Array, "H"] | None = None,
+    value_scales: Float[Array, "BP G _"] | None = None,
+    key_scales: Float[Array, "BP G _"] | None = None,
+    page_table: Int[Array, "B N"] | None = None,
     layout: str = "tokens_major",
     implementation: str | None = None,
+    interpret: Any = False,
 ) -> tuple[Float[Array, "B T H dv"], Float[Array, "B T H"]]:
     """Attention of a few new queries over cached tokens; the values are the keys unless `keys` is given.
 
@@ -49,7 +56,13 @@ def decode_attention(
       window: see only the last `window` of the visible positions.
       softcap: scaled scores become `c tanh(s/c)`.
       sinks: extra logits, one per head, neither scaled nor capped, that take weight and give no value.
+      value_scales, key_scales: one factor per group and token, (B, G, S), of int8 or fp8 values and keys. Without
+        `keys`, the values' serve both products. Rotary keys are never scaled.
+      page_table: (B, N) page of each row's n-th stretch of tokens. The cache's first axis then counts pages and its
+        token axis is one page long: values (P, G, page, d), scales (P, G, page). Entries past the length may be
+        anything.
       implementation: a name from `IMPLEMENTATIONS`, or None for the best on the device.
+      interpret: run a Pallas implementation in an interpreter, True or that interpreter's parameters.
 
     Returns:
       out in q's dtype, and lse, the natural logarithm of the softmax's denominator (float32; float64 for float64
@@ -63,9 +76,28 @@ def decode_attention(
     check_implementation(implementation)
     if layout not in LAYOUTS:
         raise ValueError(f"layout = {layout!r}: must be one of {', '.join(LAYOUTS)}")
-    if (q_rope is None) != (rope_keys is None):
-        raise ValueError("q_rope and rope_keys go together: give both or neither")
-    (B, T, H, d), G = q.shape, values.shape[1]
+    for name, a, other, b in (("q_rope", q_rope, "rope_keys", rope_keys), ("keys", keys, "key_scales", key_scales)):
+        if b is not None and a is None:
+            raise ValueError(f"{other} is given without {name}: give both")
+    if q_rope is not None and rope_keys is None:
+        raise ValueError("q_rope is given without rope_keys: give both or neither")
+    _check_shapes(q, values, keys, q_rope, rope_keys, lengths, q_lengths, sinks, value_scales, key_scales, page_table,
+                  layout)  # fmt: skip
+    for name, value in (("window", window), ("softcap", softcap)):
+        if value is not None and value <= 0:
+            raise ValueError(f"{name} = {value}: must be above 0, or None")
+    module = importlib.import_module(IMPLEMENTATIONS[implementation or "xla"])
+    return module.decode_attention(
+        q, values, keys=keys, q_rope=q_rope, rope_keys=rope_keys, lengths=lengths, q_lengths=q_lengths,
+        scale=float(scale),  # NumPy's scalars would widen the scores where x64 is on
+        window=window, softcap=None if softcap is None else float(softcap), sinks=sinks, value_scales=value_scales,
+        key_scales=key_scales, page_table=page_table, layout=layout, interpret=interpret,
+    )  # fmt: skip
+
+
+def _check_shapes(q, values, keys, q_rope, rope_keys, lengths, q_lengths, sinks, value_scales, key_scales, page_table,
+                  layout):  # fmt: skip
+    (B, T, H, d), (P, G) = q.shape, values.shape[:2]
     pick = lambda S, width: (S, width) if layout == "tokens_major" else (width, S)
     S, _ = pick(*values.shape[2:])
     _, key_width = pick(*(values if keys is None else keys).shape[2:])
@@ -73,24 +105,21 @@ def decode_attention(
         raise ValueError(f"q has width {d}, its keys {key_width}: an absorbed query has the values' width")
     if H % G:
         raise ValueError(f"q has {H} heads, values have {G} groups: groups must divide heads")
+    if page_table is None:
+        P = B
+    elif page_table.ndim != 2 or page_table.shape[0] != B:
+        raise ValueError(f"page_table has shape {page_table.shape}, must be ({B}, N)")
     r = None if q_rope is None else q_rope.shape[-1]
     for name, x, shape in (  # an axis of 1 would be broadcast silently
-        ("values", values, (B, *values.shape[1:])),
-        ("keys", keys, (B, G, *pick(S, key_width))),
+        ("values", values, (P, *values.shape[1:])),
+        ("keys", keys, (P, G, *pick(S, key_width))),
         ("q_rope", q_rope, (B, T, H, r)),
-        ("rope_keys", rope_keys, (B, *pick(S, r))),
+        ("rope_keys", rope_keys, (P, *pick(S, r))),
         ("lengths", lengths, (B,)),
         ("q_lengths", q_lengths, (B,)),
         ("sinks", sinks, (H,)),
+        ("value_scales", value_scales, (P, G, S)),
+        ("key_scales", key_scales, (P, G, S)),
     ):
         if x is not None and x.shape != shape:
             raise ValueError(f"{name} has shape {x.shape}, must be {shape} beside q {q.shape}, values {values.shape}")
-    for name, value in (("window", window), ("softcap", softcap)):
-        if value is not None and value <= 0:
-            raise ValueError(f"{name} = {value}: must be above 0, or None")
-    run = IMPLEMENTATIONS[implementation or "xla"]
-    return run(
-        q, values, keys=keys, q_rope=q_rope, rope_keys=rope_keys, lengths=lengths, q_lengths=q_lengths,
-        scale=float(scale),  # NumPy's scalars would widen the scores where x64 is on
-        window=window, softcap=None if softcap is None else float(softcap), sinks=sinks, layout=layout,
-    )  # fmt: skip

@@ -8,23 +8,31 @@ from gva_jax.compat import wide_dtype
 
 def decode_attention(
     q, values, *, keys=None, q_rope=None, rope_keys=None, lengths, q_lengths=None, scale, window=None, softcap=None,
-    sinks=None, layout,
+    sinks=None, value_scales=None, key_scales=None, page_table=None, layout, interpret=False,
 ):  # fmt: skip
     """See `gva_jax.kernels.decode_attention`."""
-    if layout == "tokens_minor":
-        values, keys, rope_keys = (None if x is None else x.swapaxes(-1, -2) for x in (values, keys, rope_keys))
-    (B, T, H, _), (G, S) = q.shape, values.shape[1:3]
     wide = wide_dtype(q.dtype)
+
+    def operand(x, scales=None):
+        """A cache operand as (B, ..., S, width) in the wide dtype: tokens before the width, pages joined, scaled."""
+        if x is None:
+            return None
+        x = (x.swapaxes(-1, -2) if layout == "tokens_minor" else x).astype(wide)
+        x = x if scales is None else x * scales[..., None].astype(wide)
+        return x if page_table is None else join_pages(x, page_table, -2)
+
+    v, k, k_rope = operand(values, value_scales), operand(keys, key_scales), operand(rope_keys)
+    (B, T, H, _), (G, S) = q.shape, v.shape[1:3]
     group = lambda x: x.reshape(B, T, G, H // G, -1).astype(wide)
     position, t = jnp.arange(S), jnp.arange(T)
     q_lengths = jnp.full((B,), T) if q_lengths is None else q_lengths
 
     live = position < lengths[:, None]  # (B, S); dead slots may hold NaN, and 0 * NaN is NaN: clear the operands too
-    v = jnp.where(live[:, None, :, None], values, 0).astype(wide)
-    k = v if keys is None else jnp.where(live[:, None, :, None], keys, 0).astype(wide)
+    v = jnp.where(live[:, None, :, None], v, 0)
+    k = v if k is None else jnp.where(live[:, None, :, None], k, 0)
     s = jnp.einsum("BTGhd,BGSd->BTGhS", group(q), k, precision=Precision.HIGHEST)
     if q_rope is not None:
-        k_rope = jnp.where(live[:, :, None], rope_keys, 0).astype(wide)
+        k_rope = jnp.where(live[:, :, None], k_rope, 0)
         s = s + jnp.einsum("BTGhr,BSr->BTGhS", group(q_rope), k_rope, precision=Precision.HIGHEST)
     s = s * scale
     if softcap is not None:
@@ -52,3 +60,11 @@ def decode_attention(
     real = (t < q_lengths[:, None])[:, :, None]  # (B, T, 1)
     out = jnp.where(real[..., None], out.reshape(B, T, H, -1), 0).astype(q.dtype)
     return out, jnp.where(real, lse.reshape(B, T, H), -jnp.inf)
+
+
+def join_pages(x, page_table, token_axis: int):
+    """Pages (P, ..., page, ...) in the order of `page_table` (B, N), joined along their tokens: (B, ..., N page, ...)"""
+    axis = token_axis % x.ndim
+    pages = x[jnp.clip(page_table, 0, x.shape[0] - 1)]  # (B, N, ...); entries past the length may be anything
+    pages = jnp.moveaxis(pages, 1, axis)
+    return pages.reshape(*pages.shape[:axis], -1, *pages.shape[axis + 2 :])
