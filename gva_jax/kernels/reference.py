@@ -63,7 +63,7 @@ def decode_attention(
 
 
 def join_pages(x, page_table, token_axis: int):
-    """Pages (P, ..., page, ...) in the order of `page_table` (B, N), joined along their tokens: (B, ..., N page, ...)"""
+    """Pages (P, .., page, ..) in the order of `page_table` (B, N), joined along their tokens: (B, .., N page, ..)."""
     axis = token_axis % x.ndim
     pages = x[jnp.clip(page_table, 0, x.shape[0] - 1)]  # (B, N, ...); entries past the length may be anything
     pages = jnp.moveaxis(pages, 1, axis)
