@@ -3,6 +3,7 @@
 import importlib
 from typing import Any
 
+import jax
 from jaxtyping import Array, Float, Int, Num
 
 from gva_jax.cache import LAYOUTS
@@ -72,6 +73,7 @@ def decode_attention(
 
     Raises:
       ValueError: shapes, layout or names that do not fit, naming the argument.
+      TypeError: it is differentiated.
     """
     check_implementation(implementation)
     if layout not in LAYOUTS:
@@ -86,6 +88,9 @@ def decode_attention(
     for name, value in (("window", window), ("softcap", softcap)):
         if value is not None and value <= 0:
             raise ValueError(f"{name} = {value}: must be above 0, or None")
+    q, values, keys, q_rope, rope_keys, sinks = (
+        None if x is None else _without_gradient(x) for x in (q, values, keys, q_rope, rope_keys, sinks)
+    )
     module = importlib.import_module(IMPLEMENTATIONS[implementation or "xla"])
     return module.decode_attention(
         q, values, keys=keys, q_rope=q_rope, rope_keys=rope_keys, lengths=lengths, q_lengths=q_lengths,
@@ -93,6 +98,19 @@ def decode_attention(
         window=window, softcap=None if softcap is None else float(softcap), sinks=sinks, value_scales=value_scales,
         key_scales=key_scales, page_table=page_table, layout=layout, interpret=interpret,
     )  # fmt: skip
+
+
+@jax.custom_jvp
+def _without_gradient(x):
+    return x
+
+
+@_without_gradient.defjvp
+def _refuse_gradient(primals, tangents):
+    raise TypeError(
+        "decode_attention has no gradient: it reads a cache. Differentiate the training forward instead: a module's "
+        "__call__, or gva_jax.attention.dispatch.training_attention"
+    )
 
 
 def _check_shapes(q, values, keys, q_rope, rope_keys, lengths, q_lengths, sinks, value_scales, key_scales, page_table,

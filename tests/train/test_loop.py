@@ -54,15 +54,26 @@ class Interrupting(Display):
         return Watched()
 
 
-@pytest.fixture
-def run(tmp_path) -> RunConfig:
+def tiny_run(folder) -> RunConfig:
     return replace(
         tiny.config(vocab_size=300, dropout=0.1),
         name="tiny",
-        runs=str(tmp_path / "runs"),
+        runs=str(folder / "runs"),
         data=DataConfig(source="docstrings:json,argparse", context_length=32, batch_size=8, holdout=0.1),
         train=TrainConfig(steps=20, log_every=5, checkpoint_every=7, eval_every=8, eval_batches=1),
     )
+
+
+@pytest.fixture
+def run(tmp_path) -> RunConfig:
+    return tiny_run(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A short run that came to its end, and its report."""
+    run = replace(tiny_run(tmp_path_factory.mktemp("finished")), train=TrainConfig(steps=3))
+    return run, train(run, QUIET)
 
 
 def saved(run: RunConfig) -> dict:
@@ -95,17 +106,16 @@ def test_interrupted_and_resumed_equals_undisturbed_bitwise(run):
     assert [r["step"] for r in logged(run)] == [5, 8, 10, 15, 16, 20, 20]
 
 
-def test_finished_run_is_reported_again_and_not_trained(run):
-    run = replace(run, train=TrainConfig(steps=3))
-    first, again = train(run, QUIET), train(run, QUIET)
+def test_finished_run_is_reported_again_and_not_trained(finished):
+    run, first = finished
+    again = train(replace(run, train=replace(run.train, log_every=1)), QUIET)  # how often one looks may change
     assert again.step == 3
     assert again.heldout == first.heldout
     assert first.heldout.perplexity < 300  # better than the uniform model
 
 
-def test_loaded_run_is_the_trained_one(run):
-    run = replace(run, train=TrainConfig(steps=3))
-    report = train(run, QUIET)
+def test_loaded_run_is_the_trained_one(finished):
+    run, report = finished
     model, variables, tokenizer = gva_jax.load(run.folder)
     assert model == Transformer(run.model)
     trained = jax.tree.map(np.asarray, report.variables["params"])
@@ -115,19 +125,15 @@ def test_loaded_run_is_the_trained_one(run):
     assert read_config(run.folder) == run
 
 
-@pytest.mark.parametrize("change", ["model", "steps", "seed"])
-def test_another_run_in_the_folder_is_refused(run, change):
-    run = replace(run, train=TrainConfig(steps=2))
-    train(run, QUIET)
-    other = {
-        "model": lambda: replace(run, model=replace(run.model, num_layers=3)),
-        "steps": lambda: replace(run, train=replace(run.train, steps=4)),
-        "seed": lambda: replace(run, data=replace(run.data, seed=5)),
-    }[change]()
-    field = {"model": "model.num_layers: 2 -> 3", "steps": "train.steps: 2 -> 4", "seed": "data.seed: 0 -> 5"}[change]
-    with pytest.raises(ConfigError, match=field):
-        train(other, QUIET)
-    train(replace(run, train=replace(run.train, log_every=1)), QUIET)  # how often one looks may change
+def test_another_run_in_the_folder_is_refused(finished):
+    run, _ = finished
+    for change, told in (
+        (dict(model=replace(run.model, num_layers=3)), "model.num_layers: 2 -> 3"),
+        (dict(train=replace(run.train, steps=4)), "train.steps: 3 -> 4"),
+        (dict(data=replace(run.data, seed=5)), "data.seed: 0 -> 5"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            train(replace(run, **change), QUIET)
 
 
 def test_refused_runs_leave_nothing_behind(run, tmp_path):
