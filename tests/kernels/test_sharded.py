@@ -1,0 +1,94 @@
+"""Decode attention over simulated meshes: one device and many give the same, and what cannot be split is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from gva_jax.kernels import decode_attention, sharded_decode_attention
+
+B, T, H, G, d, r, S = 4, 2, 8, 4, 16, 8, 512
+WIDE = dict(rtol=2e-5, atol=2e-6)
+
+
+def mesh(**axes):
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+
+def problem(layout="tokens_major", groups=G, with_keys=False, pages=False):
+    keys = iter(jax.random.split(jax.random.key(7), 12))
+    normal = lambda *shape: jax.random.normal(next(keys), shape)
+    pick = (lambda x: x) if layout == "tokens_major" else (lambda x: x.swapaxes(-1, -2))
+    page, count = (128, 20) if pages else (S, B)
+    args = dict(
+        q=normal(B, T, H, d),
+        values=pick(normal(count, groups, page, d)),
+        q_rope=normal(B, T, H, r),
+        rope_keys=pick(normal(count, page, r)),
+        lengths=jnp.array([500, 0, 130, 1]),
+        q_lengths=jnp.array([2, 1, 2, 1]),
+        sinks=normal(H),
+        value_scales=jnp.abs(normal(count, groups, page)) + 0.1,
+    )
+    if with_keys:
+        args |= dict(keys=pick(normal(count, groups, page, d)), key_scales=jnp.abs(normal(count, groups, page)) + 0.1)
+    if pages:
+        args["page_table"] = jax.random.permutation(next(keys), count)[: B * 4].reshape(B, 4)
+    return args, dict(scale=0.3, layout=layout, window=300, softcap=20.0)
+
+
+@pytest.mark.parametrize("layout", ["tokens_major", "tokens_minor"])
+@pytest.mark.parametrize(
+    "axes",
+    [dict(tensor=4), dict(context=4), dict(data=2, tensor=2, context=2), dict(data=2, fsdp=2, tensor=2)],
+    ids=lambda axes: "x".join(f"{k}{v}" for k, v in axes.items()),
+)
+def test_many_devices_equal_one(axes, layout):
+    args, options = problem(layout, with_keys="data" in axes)
+    devices = int(np.prod(list(axes.values())))
+    where = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes),
+                          devices=jax.devices()[:devices])  # fmt: skip
+    out, lse = decode_attention(**args, **options)
+    out_mesh, lse_mesh = jax.jit(lambda a: sharded_decode_attention(**a, **options, mesh=where))(args)
+    np.testing.assert_allclose(out_mesh, out, **WIDE)
+    np.testing.assert_allclose(lse_mesh, lse, **WIDE)
+    assert np.isfinite(out_mesh).all() and float(jnp.abs(out).max()) > 0.1
+
+
+def test_one_group_is_replicated():
+    args, options = problem(groups=1)
+    out, lse = decode_attention(**args, **options)
+    out_mesh, lse_mesh = sharded_decode_attention(**args, **options, mesh=mesh(tensor=4, context=2))
+    np.testing.assert_allclose(out_mesh, out, **WIDE)
+    np.testing.assert_allclose(lse_mesh, lse, **WIDE)
+
+
+def test_pages():
+    args, options = problem(pages=True)
+    out, _ = decode_attention(**args, **options)
+    out_mesh, _ = sharded_decode_attention(**args, **options, mesh=mesh(data=2, tensor=4))
+    np.testing.assert_allclose(out_mesh, out, **WIDE)
+    with pytest.raises(ValueError, match="page ids are global"):
+        sharded_decode_attention(**args, **options, mesh=mesh(tensor=4, context=2))
+
+
+@pytest.mark.parametrize(
+    ("axes", "told"),
+    [
+        (dict(tensor=8), "4 groups over mesh axis tensor of 8"),
+        (dict(data=8), "4 batch over mesh axis"),
+    ],
+)
+def test_what_does_not_divide_is_refused(axes, told):
+    args, options = problem()
+    with pytest.raises(ValueError, match=told):
+        sharded_decode_attention(**args, **options, mesh=mesh(**axes))
+
+
+def test_only_outputs_cross_the_network():
+    args, options = problem()
+    del options["window"]
+    run = jax.jit(lambda a: sharded_decode_attention(**a, **options, mesh=mesh(tensor=4, context=2)))
+    text = run.lower(args).compile().as_text()
+    assert "all-gather" not in text and "all-to-all" not in text and "all-reduce" in text
