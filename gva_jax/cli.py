@@ -121,4 +121,22 @@ def info(args: list[str]) -> None:
         Display().show(info_module.table(options.config, figures))
 
 
-COMMANDS = {"train": train, "generate": generate, "info": info}
+def bench(args: list[str]) -> None:
+    """Measure attention variants side by side: `gva bench decode`.
+
+    One decode step's attention of GQA, GVA and MLA on the same template, interleaved, medians; bytes that a step must
+    read over time, and their share of this machine's own copy bandwidth. --roofline prints what accelerators allow at
+    best, without having one.
+    """
+    name, *args = args or ["--help"]
+    if name in ("--help", "-h"):
+        print(f"usage: gva bench decode [OPTIONS]\n\n{_description(bench)}\n\n`gva bench decode --help` lists them.")
+        return
+    if name != "decode":
+        raise ConfigError(f"no benchmark {name!r}: must be decode")
+    from gva_jax.bench import decode
+
+    decode.main(args, _description(bench))
+
+
+COMMANDS = {"train": train, "generate": generate, "info": info, "bench": bench}

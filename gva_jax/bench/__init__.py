@@ -1,0 +1,1 @@
+"""Measurements side by side, and what hardware allows at best."""
