@@ -5,8 +5,9 @@ Letters: B batch, T new tokens, S capacity, G value groups, d value width, r rot
     tokens_major (CPU, GPU)   values (B, G, S, d)   rope_keys (B, S, r)   keys (B, G, S, dk)
     tokens_minor (TPU)        values (B, G, d, S)   rope_keys (B, r, S)   keys (B, G, dk, S)
 
-The two differ only in their last two axes. On TPU a minor axis of 64 or 16 would be padded to 128 lanes, and a
-row-major cache is copied whole at every step; tokens on the lanes cost neither.
+Scales of an eight-bit cache are (B, G, S) in both. Paged, pages replace B and the page size replaces S, and a page
+table (B, N) lists each row's pages. The layouts differ only in the arrays' last two axes. On TPU a minor axis of 64 or
+16 would be padded to 128 lanes, and a row-major cache is copied whole at every step; tokens on the lanes cost neither.
 """
 
 import dataclasses
@@ -15,9 +16,10 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from gva_jax.compat import is_concrete, target_platform
+from gva_jax.quantised import is_quantised, quantise
 
 LAYOUTS = ("tokens_major", "tokens_minor")
 MULTIPLE = 128  # capacities are rounded up to this, the tile of every kernel
@@ -37,24 +39,36 @@ class Cache:
       lengths: `(B,)` int32, live tokens per row. Above S after an overflow under `jit`: such rows give NaN.
       keys: rotated keys, only in families that cache them.
       rope_keys: one rotated key per token, shared by all heads, `(B, S, r)` or `(B, r, S)`.
+      value_scales, key_scales: `(B, G, S)` factors of int8 or fp8 values and keys; rotary keys are never scaled.
+      page_table: `(B, N)` int32, the page that holds each row's n-th stretch of tokens; who gets which is the caller's
+        choice. The arrays' first axis then counts pages.
       layout: `tokens_major` or `tokens_minor`.
     """
 
-    values: Float[Array, "B G _ _"]
+    values: Num[Array, "B G _ _"]
     lengths: Int[Array, "B"]
-    keys: Float[Array, "B G _ _"] | None = None
+    keys: Num[Array, "B G _ _"] | None = None
     rope_keys: Float[Array, "B _ _"] | None = None
+    value_scales: Float[Array, "B G _"] | None = None
+    key_scales: Float[Array, "B G _"] | None = None
+    page_table: Int[Array, "B N"] | None = None
     layout: str = dataclasses.field(default="tokens_major", metadata={"static": True})
 
     @property
     def capacity(self) -> int:
         """Slots per row, S."""
+        return self._stretch * (1 if self.page_table is None else self.page_table.shape[1])
+
+    @property
+    def _stretch(self) -> int:
+        """Tokens that lie side by side: a page, or the whole capacity."""
         return self.values.shape[_token_axis(self.layout)]
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated for cached tokens (the lengths not included)."""
-        return sum(x.nbytes for x in (self.values, self.keys, self.rope_keys) if x is not None)
+        arrays = (self.values, self.keys, self.rope_keys, self.value_scales, self.key_scales)
+        return sum(x.nbytes for x in arrays if x is not None)
 
     @property
     def overflowed(self):
@@ -86,17 +100,42 @@ class Cache:
                 f"cache overflow: row {row} would hold {over[row]} tokens, capacity is {self.capacity}; "
                 f"allocate with max_length={over[row]} or more"
             )
-        T, S = values.shape[1], self.capacity
-        token = jnp.arange(T, dtype=self.lengths.dtype)
-        slot = jnp.where(token < new[:, None], self.lengths[:, None] + token, S)  # S is out of range: dropped
-        write = lambda buffer, x: None if buffer is None else _write(buffer, slot, x, self.layout)
-        return dataclasses.replace(
-            self,
-            values=write(self.values, values),
-            keys=write(self.keys, keys),
-            rope_keys=write(self.rope_keys, rope_keys),
-            lengths=lengths,
-        )
+        token = jnp.arange(values.shape[1], dtype=self.lengths.dtype)
+        slot = jnp.where(token < new[:, None], self.lengths[:, None] + token, self.capacity)
+        if self.page_table is None:
+            rows = jnp.arange(slot.shape[0], dtype=slot.dtype)[:, None]
+        else:
+            dead = slot >= self.capacity
+            page = jnp.take_along_axis(self.page_table, jnp.where(dead, 0, slot // self._stretch), axis=1)
+            rows, slot = page.astype(slot.dtype), jnp.where(dead, self._stretch, slot % self._stretch)
+
+        def write(buffer, x, axis):
+            """Scatter `x` (B, T, ...) to (rows, slot); slots past the token axis are dropped."""
+            between = (slice(None),) * (buffer.ndim + axis - 1)
+            return buffer.at[(rows, *between, slot)].set(x.astype(buffer.dtype), mode="drop")
+
+        written = {"lengths": lengths}
+        for name, x in (("values", values), ("keys", keys), ("rope_keys", rope_keys)):
+            buffer = getattr(self, name)
+            if buffer is None:
+                continue
+            if name != "rope_keys" and is_quantised(buffer.dtype):
+                x, scale = quantise(x, buffer.dtype)
+                scales = f"{name[:-1]}_scales"
+                written[scales] = write(getattr(self, scales), scale, -1)
+            written[name] = write(buffer, x, _token_axis(self.layout))
+        return dataclasses.replace(self, **written)
+
+    def read_values(self, start, size: int, dtype) -> Float[Array, "B G size d"]:
+        """The values of slots start .. start + size; `start` is a multiple of `size`, which divides a page."""
+        row = lambda x, axis: jax.lax.dynamic_slice_in_dim(x, start % self._stretch, size, axis % x.ndim)
+        if self.page_table is not None:
+            page = jax.lax.dynamic_index_in_dim(self.page_table, start // self._stretch, 1, keepdims=False)
+            pages = jnp.clip(page, 0, self.values.shape[0] - 1)
+            row = lambda x, axis: jax.lax.dynamic_slice_in_dim(x, start % self._stretch, size, axis % x.ndim)[pages]
+        v = row(self.values, _token_axis(self.layout))
+        v = (v if self.layout == "tokens_major" else v.swapaxes(-1, -2)).astype(dtype)
+        return v if self.value_scales is None else v * row(self.value_scales, -1)[..., None].astype(dtype)
 
 
 def init_cache(
@@ -109,22 +148,46 @@ def init_cache(
     rope_dim: int = 0,
     dtype=jnp.bfloat16,
     layout: str | None = None,
+    page_table: Int[Array, "B N"] | None = None,
+    pages: int | None = None,
+    page_size: int = MULTIPLE,
 ) -> Cache:
     """An empty cache of at least `max_length` tokens a row (rounded up to a multiple of 128).
 
-    `layout=None` takes the one of the device the active mesh (or the default backend) has.
+    `layout=None` takes the one of the device that the active mesh (or the default backend) has. An eight-bit `dtype`
+    (int8, float8_e4m3fn, float8_e5m2) adds scales; rotary keys are then kept in bfloat16. With a `page_table` the cache
+    is `pages` pages of `page_size` tokens (a multiple of 128), of which a row has N.
+
+    Raises:
+      ValueError: an unknown layout, sizes below 1, a page table that does not hold `max_length` tokens a row.
     """
     layout = layout or ("tokens_minor" if target_platform() == "tpu" else "tokens_major")
     if layout not in LAYOUTS:
         raise ValueError(f"layout = {layout!r}: must be one of {', '.join(LAYOUTS)}, or None for the device's own")
     if batch < 1 or max_length < 1:
         raise ValueError(f"batch = {batch}, max_length = {max_length}: both must be 1 or more")
-    S = -(-max_length // MULTIPLE) * MULTIPLE
+    count, S = batch, -(-max_length // MULTIPLE) * MULTIPLE
+    if page_table is not None:
+        if page_size < 1 or page_size % MULTIPLE:
+            raise ValueError(f"page_size = {page_size}: must be a multiple of {MULTIPLE}")
+        if pages is None or pages < 1:
+            raise ValueError(f"pages = {pages}: give the number of pages beside a page table")
+        if page_table.shape[0] != batch or page_table.shape[1] * page_size < max_length:
+            need = f"must be ({batch}, N) with N x {page_size} tokens or more"
+            raise ValueError(f"page_table has shape {page_table.shape} for max_length = {max_length}: {need}")
+        count, S = pages, page_size
     tile = lambda width: (S, width) if layout == "tokens_major" else (width, S)
+    grouped = lambda width: None if width is None else jnp.zeros((count, groups, *tile(width)), dtype)
+    scales = lambda width: None if width is None or not eight_bit else jnp.ones((count, groups, S), jnp.float32)
+    eight_bit = is_quantised(dtype)
+    rope_dtype = jnp.bfloat16 if eight_bit else dtype
     return Cache(
-        values=jnp.zeros((batch, groups, *tile(value_dim)), dtype),
-        keys=None if key_dim is None else jnp.zeros((batch, groups, *tile(key_dim)), dtype),
-        rope_keys=jnp.zeros((batch, *tile(rope_dim)), dtype) if rope_dim else None,
+        values=grouped(value_dim),
+        keys=grouped(key_dim),
+        rope_keys=jnp.zeros((count, *tile(rope_dim)), rope_dtype) if rope_dim else None,
+        value_scales=scales(value_dim),
+        key_scales=scales(key_dim),
+        page_table=None if page_table is None else jnp.array(page_table, jnp.int32),  # a copy that can be donated
         lengths=jnp.zeros((batch,), jnp.int32),
         layout=layout,
     )
@@ -132,10 +195,3 @@ def init_cache(
 
 def _token_axis(layout: str) -> int:
     return -2 if layout == "tokens_major" else -1
-
-
-def _write(buffer: Array, slot: Int[Array, "B T"], x: Array, layout: str) -> Array:
-    """Scatter `x` (B, T, ...) to `slot`; slots at or past the capacity are dropped."""
-    between = (slice(None),) * (buffer.ndim + _token_axis(layout) - 1)
-    rows = jnp.arange(buffer.shape[0], dtype=slot.dtype)[:, None]
-    return buffer.at[(rows, *between, slot)].set(x.astype(buffer.dtype), mode="drop")

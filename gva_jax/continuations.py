@@ -47,6 +47,7 @@ def write(options: GenerateOptions) -> None:
             top_p=options.top_p,
             seed=options.seed,
             stop_id=tokenizer.eot_id,
+            cache_dtype=options.cache_dtype,
             implementation=options.implementation,
             on_tokens=on_tokens,
         )

@@ -25,6 +25,7 @@ def generate(
     seed: int = 0,
     stop_id: int | None = None,
     max_length: int | None = None,
+    cache_dtype: str | None = None,
     implementation: str | None = None,
     on_tokens: Callable[[list[int | None]], None] | None = None,
 ) -> list[list[int]]:
@@ -37,6 +38,7 @@ def generate(
       seed: a row's text depends on the seed and its place in the list, not on the other rows.
       stop_id: a row ends before this token.
       max_length: capacity of the cache, in tokens a row; None: what the prompts and new tokens need.
+      cache_dtype: of the cached values; None: the activations'. int8 and fp8 halve the cache again.
       implementation: decode kernel, see `gva_jax.kernels`.
       on_tokens: called after each step with every row's new id, None once a row has ended.
 
@@ -56,7 +58,7 @@ def generate(
     for b, row in enumerate(rows):
         tokens[b, : len(row)] = row
     lengths = np.array([len(row) for row in rows], np.int32)
-    caches = model.init_cache(len(rows), max_length or longest + max_new_tokens)
+    caches = model.init_cache(len(rows), max_length or longest + max_new_tokens, cache_dtype)
     greedy = temperature == 0
     sampling = (temperature or 1.0, top_k or model.config.vocab_size, 1.0 if top_p is None else top_p)
     key = jax.random.key(seed)

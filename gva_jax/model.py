@@ -135,11 +135,14 @@ class Transformer(nn.Module):
 
     # ---- decoding ----------------------------------------------------------------------------------------------------
 
-    def init_cache(self, batch: int, max_length: int, dtype=None, layout: str | None = None) -> tuple[Cache, ...]:
-        """Empty caches, one a layer; needs no parameters. `dtype=None` is the activations'."""
+    def init_cache(
+        self, batch: int, max_length: int, dtype=None, layout: str | None = None, **pages
+    ) -> tuple[Cache, ...]:
+        """Empty caches, one a layer; needs no parameters. `dtype=None`: the activations'. See `gva_jax.cache`."""
         attention = build(self.config.attention, parent=None)
         dtype = jnp.dtype(dtype or self.config.dtype)
-        return tuple(attention.init_cache(batch, max_length, dtype, layout) for _ in range(self.config.num_layers))
+        one = lambda: attention.init_cache(batch, max_length, dtype, layout, **pages)
+        return tuple(one() for _ in range(self.config.num_layers))
 
     def prefill(
         self, tokens: Int[Array, "B T"], caches: tuple[Cache, ...], *, lengths: Int[Array, "B"], last: bool = False

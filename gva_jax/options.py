@@ -48,6 +48,8 @@ class GenerateOptions:
     top_p: float = 0.95
     # Seed of the sampling.
     seed: int = 0
+    # Type of the cached values: float32, bfloat16, int8, float8_e4m3fn. None: the activations'.
+    cache_dtype: str | None = None
     # Implementation of the decode kernel. None: the best for the device.
     implementation: str | None = None
     # Print prompts, texts and token ids as JSON.
@@ -60,6 +62,8 @@ class GenerateOptions:
         require(self.temperature >= 0, "temperature", self.temperature, "must not be negative (0: greedy)")
         require(self.top_k is None or self.top_k >= 1, "top_k", self.top_k, "must be 1 or more, or None")
         require(0 < self.top_p <= 1, "top_p", self.top_p, "must be above 0 and at most 1")
+        known = (None, "float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2")
+        require(self.cache_dtype in known, "cache_dtype", self.cache_dtype, f"must be one of {', '.join(known[1:])}")
 
 
 def parse(options: type, args: list[str], prog: str, description: str, default: Any = None) -> Any:

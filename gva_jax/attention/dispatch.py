@@ -27,7 +27,7 @@ def training_attention(
     """
     (B, T, H, dk), G = q.shape, k.shape[2]
     by_group = q.reshape(B, T, G, H // G, dk).transpose(0, 2, 3, 1, 4)
-    y = grouped_attention(by_group, k.swapaxes(1, 2), v.swapaxes(1, 2), segment_ids, scale)
+    y = grouped_attention(by_group, k.swapaxes(1, 2), v.swapaxes(1, 2), segment_ids, float(scale))
     return y.transpose(0, 3, 1, 2, 4).reshape(B, T, H, v.shape[3])
 
 
@@ -50,7 +50,8 @@ def cached_attention(
     def attend(q, q_rope, lengths, new, implementation):
         out, _ = decode_attention(
             q, cache.values, keys=cache.keys, q_rope=q_rope, rope_keys=cache.rope_keys, lengths=lengths,
-            q_lengths=new, scale=scale, layout=cache.layout, implementation=implementation,
+            q_lengths=new, scale=scale, value_scales=cache.value_scales, key_scales=cache.key_scales,
+            page_table=cache.page_table, layout=cache.layout, implementation=implementation,
         )  # fmt: skip
         return out
 

@@ -155,10 +155,12 @@ class GroupedValueAttention(Attention):
         y = training_attention(q, k, v, segment_ids=segment_ids, scale=self._scale)
         return self._output(y, x.shape[-1])
 
-    def init_cache(self, batch: int, max_length: int, dtype=jnp.bfloat16, layout: str | None = None) -> Cache:
-        """An empty cache; needs no parameters. Capacity is `max_length` rounded up to a multiple of 128."""
+    def init_cache(
+        self, batch: int, max_length: int, dtype=jnp.bfloat16, layout: str | None = None, **pages
+    ) -> Cache:
+        """An empty cache; needs no parameters. See `gva_jax.cache.init_cache`, eight-bit dtypes and pages included."""
         G, d, r = self._groups, self.head_dim, self.rope_dim or 0
-        return init_cache(batch, max_length, groups=G, value_dim=d, rope_dim=r, dtype=dtype, layout=layout)
+        return init_cache(batch, max_length, groups=G, value_dim=d, rope_dim=r, dtype=dtype, layout=layout, **pages)
 
     @nn.compact
     def prefill(
@@ -188,15 +190,14 @@ class GroupedValueAttention(Attention):
         self, q: Float[Array, "B T H d"], cache: Cache, key_map: Float[Array, "d H d"], new: Int[Array, "B"]
     ) -> Float[Array, "B T H d"]:
         """Make rotated keys from a block of cached values, attend to it, merge; never all keys at once."""
-        major = cache.layout == "tokens_major"
         B, H, G, S = q.shape[0], q.shape[2], self._groups, cache.capacity
-        block = math.gcd(S, REBUILD_BLOCK)
+        # Slices of the cache must not cross pages, whose size is a multiple of 128 as the capacity is.
+        block = math.gcd(S, REBUILD_BLOCK) if cache.page_table is None else 128
 
         def attend(q, lengths, new):
             def step(i, partial):
                 at = i * block
-                v = jax.lax.dynamic_slice_in_dim(cache.values, at, block, axis=2 if major else 3).astype(self.dtype)
-                v = v if major else v.swapaxes(-1, -2)  # of the block only: the whole cache would be copied
+                v = cache.read_values(at, block, self.dtype)
                 k = reconstruct(v.swapaxes(1, 2), key_map)
                 positions = jnp.broadcast_to(at + jnp.arange(block), (B, block))
                 k = apply_rope(k, positions, self.rope_base).swapaxes(1, 2)

@@ -103,10 +103,12 @@ class LatentAttention(Attention):
         y = training_attention(q, k, v, segment_ids=segment_ids, scale=self.head_dim**-0.5)
         return self._output(y, x.shape[-1])
 
-    def init_cache(self, batch: int, max_length: int, dtype=jnp.bfloat16, layout: str | None = None) -> Cache:
-        """An empty cache; needs no parameters. Capacity is `max_length` rounded up to a multiple of 128."""
+    def init_cache(
+        self, batch: int, max_length: int, dtype=jnp.bfloat16, layout: str | None = None, **pages
+    ) -> Cache:
+        """An empty cache; needs no parameters. See `gva_jax.cache.init_cache`, eight-bit dtypes and pages included."""
         c, r = self.latent_dim, self.rope_dim
-        return init_cache(batch, max_length, groups=1, value_dim=c, rope_dim=r, dtype=dtype, layout=layout)
+        return init_cache(batch, max_length, groups=1, value_dim=c, rope_dim=r, dtype=dtype, layout=layout, **pages)
 
     @nn.compact
     def prefill(self, x: Float[Array, "B T D"], cache: Cache, *, lengths: Int[Array, "B"]):

@@ -80,10 +80,12 @@ class MultiHeadAttention(Attention):
         y = training_attention(q, k, v, segment_ids=segment_ids, scale=self.head_dim**-0.5)
         return self._output(y, x.shape[-1])
 
-    def init_cache(self, batch: int, max_length: int, dtype=jnp.bfloat16, layout: str | None = None) -> Cache:
-        """An empty cache; needs no parameters. Capacity is `max_length` rounded up to a multiple of 128."""
+    def init_cache(
+        self, batch: int, max_length: int, dtype=jnp.bfloat16, layout: str | None = None, **pages
+    ) -> Cache:
+        """An empty cache; needs no parameters. See `gva_jax.cache.init_cache`, eight-bit dtypes and pages included."""
         G, d = self._groups, self.head_dim
-        return init_cache(batch, max_length, groups=G, value_dim=d, key_dim=d, dtype=dtype, layout=layout)
+        return init_cache(batch, max_length, groups=G, value_dim=d, key_dim=d, dtype=dtype, layout=layout, **pages)
 
     @nn.compact
     def prefill(self, x: Float[Array, "B T D"], cache: Cache, *, lengths: Int[Array, "B"]):

@@ -56,7 +56,7 @@ def _backward(scale, kept, dy):
         rows, dy_rows = _rows(q, at), _rows(dy, at)
         p = jnp.exp(_scores(q, k, segment_ids, at, scale) - log_sum)
         dp = jnp.einsum("BGRd,BGSd->BGRS", dy_rows, v_seen, preferred_element_type=wide)
-        shift = jnp.sum((dy_rows * _rows(y, at)).astype(wide), axis=-1, keepdims=True)
+        shift = jnp.sum(dy_rows.astype(wide) * _rows(y, at).astype(wide), axis=-1, keepdims=True)
         ds = (p * (dp - shift) * scale).astype(q.dtype)
         dq.append(jnp.einsum("BGRS,BGSd->BGRd", ds, k_seen).reshape(*q.shape[:3], -1, q.shape[4]))
         over_rows = lambda a, b: jnp.einsum("BGRd,BGRS->BGdS", a, b, preferred_element_type=wide).swapaxes(2, 3)
