@@ -19,6 +19,14 @@ def target_platform() -> str:
     return "gpu" if platform in ("cuda", "rocm") else platform
 
 
+def multiprocessors() -> int:
+    """How many of them the GPU that computations are meant for has; an H100's 132 where that is not known."""
+    mesh = jax.sharding.get_abstract_mesh()
+    device = None if mesh.empty else mesh.abstract_device
+    count = getattr(jax.devices()[0], "core_count", None) if device is None else device.num_cores
+    return count or 132
+
+
 def wide_dtype(*dtypes):
     """The dtype sums are kept in: float64 if any operand is float64, else float32."""
     return jax.numpy.float64 if jax.numpy.float64 in dtypes else jax.numpy.float32
