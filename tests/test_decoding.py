@@ -56,7 +56,7 @@ def test_greedy_generation_is_the_argmax_of_full_forwards(family, x64):
 def test_a_row_does_not_depend_on_its_company_or_the_kernel(x64):
     truth = forwards("gva")
     assert generate(*setup("gva"), PROMPTS, max_new_tokens=10, implementation="reference") == truth
-    assert generate(*setup("gva"), [PROMPTS[2], PROMPTS[0]], max_new_tokens=10, max_length=300) == [truth[2], truth[0]]
+    assert generate(*setup("gva"), [PROMPTS[2], PROMPTS[0]], max_new_tokens=10, max_length=128) == [truth[2], truth[0]]
 
 
 def test_prompts_may_be_arrays(x64):
@@ -169,8 +169,9 @@ def test_a_row_ends_before_the_stop_id_and_is_reported_as_it_goes(x64):
 def test_generation_stops_when_every_row_has_ended(x64):
     first = forwards("gva")[2][0]
     seen = []
-    assert generate(*setup("gva"), [PROMPTS[2]], max_new_tokens=10, stop_id=first, on_tokens=seen.append) == [[]]
-    assert seen == [[None]]
+    twice = [PROMPTS[2]] * 2
+    assert generate(*setup("gva"), twice, max_new_tokens=10, stop_id=first, on_tokens=seen.append) == [[], []]
+    assert seen == [[None, None]]
 
 
 # ---- mistakes --------------------------------------------------------------------------------------------------------

@@ -7,11 +7,14 @@ import jax
 from jaxtyping import Array, Float, Int, Num
 
 from gva_jax.cache import LAYOUTS
+from gva_jax.compat import target_platform
 
 # Name -> module with a `decode_attention` of the same arguments, imported when it is first used.
 IMPLEMENTATIONS = {
     "reference": "gva_jax.kernels.reference",
     "xla": "gva_jax.kernels.xla",
+    "pallas_tpu": "gva_jax.kernels.pallas_tpu",
+    "pallas_triton": "gva_jax.kernels.pallas_triton",
 }
 
 
@@ -91,13 +94,22 @@ def decode_attention(
     q, values, keys, q_rope, rope_keys, sinks = (
         None if x is None else _without_gradient(x) for x in (q, values, keys, q_rope, rope_keys, sinks)
     )
-    module = importlib.import_module(IMPLEMENTATIONS[implementation or "xla"])
+    module = importlib.import_module(IMPLEMENTATIONS[implementation or _best(q, values, keys, rope_keys, layout)])
     return module.decode_attention(
         q, values, keys=keys, q_rope=q_rope, rope_keys=rope_keys, lengths=lengths, q_lengths=q_lengths,
         scale=float(scale),  # NumPy's scalars would widen the scores where x64 is on
         window=window, softcap=None if softcap is None else float(softcap), sinks=sinks, value_scales=value_scales,
         key_scales=key_scales, page_table=page_table, layout=layout, interpret=interpret,
     )  # fmt: skip
+
+
+def _best(q, values, keys, rope_keys, layout: str) -> str:
+    name = {"tpu": "pallas_tpu", "gpu": "pallas_triton"}.get(target_platform(), "xla")
+    if name != "xla":
+        module = importlib.import_module(IMPLEMENTATIONS[name])
+        if module.refusal(q, values, keys=keys, rope_keys=rope_keys, layout=layout) is not None:
+            return "xla"
+    return name
 
 
 @jax.custom_jvp
