@@ -89,8 +89,14 @@ class Cache:
         Raises:
           CacheOverflow: a row would exceed the capacity (where lengths are concrete). Under `jit` the tokens that do
             not fit are dropped and the row is marked as overflowed; nothing wraps around.
-          ValueError: `new` outside 0 .. T, where it is concrete.
+          ValueError: `new` outside 0 .. T, where it is concrete; tokens of another batch or family than the cache's.
         """
+        for name, x in (("keys", keys), ("rope_keys", rope_keys)):
+            if (x is None) != (getattr(self, name) is None):
+                has = "has no" if x is not None else "holds"
+                raise ValueError(f"the cache {has} {name}: it was made for another attention family")
+        if values.shape[0] != self.lengths.shape[0]:
+            raise ValueError(f"tokens come for {values.shape[0]} rows, the cache has {self.lengths.shape[0]}")
         if is_concrete(new) and not 0 <= (given := np.asarray(new)).min() <= given.max() <= values.shape[1]:
             raise ValueError(f"lengths = {given.tolist()}: must lie in 0 .. {values.shape[1]}, the tokens given")
         lengths = self.lengths + new.astype(self.lengths.dtype)
@@ -100,20 +106,7 @@ class Cache:
                 f"cache overflow: row {row} would hold {over[row]} tokens, capacity is {self.capacity}; "
                 f"allocate with max_length={over[row]} or more"
             )
-        token = jnp.arange(values.shape[1], dtype=self.lengths.dtype)
-        slot = jnp.where(token < new[:, None], self.lengths[:, None] + token, self.capacity)
-        if self.page_table is None:
-            rows = jnp.arange(slot.shape[0], dtype=slot.dtype)[:, None]
-        else:
-            dead = slot >= self.capacity
-            page = jnp.take_along_axis(self.page_table, jnp.where(dead, 0, slot // self._stretch), axis=1)
-            rows, slot = page.astype(slot.dtype), jnp.where(dead, self._stretch, slot % self._stretch)
-
-        def write(buffer, x, axis):
-            """Scatter `x` (B, T, ...) to (rows, slot); slots past the token axis are dropped."""
-            between = (slice(None),) * (buffer.ndim + axis - 1)
-            return buffer.at[(rows, *between, slot)].set(x.astype(buffer.dtype), mode="drop")
-
+        write = self._write_tiles if self.layout == "tokens_minor" else self._scatter
         written = {"lengths": lengths}
         for name, x in (("values", values), ("keys", keys), ("rope_keys", rope_keys)):
             buffer = getattr(self, name)
@@ -122,9 +115,51 @@ class Cache:
             if name != "rope_keys" and is_quantised(buffer.dtype):
                 x, scale = quantise(x, buffer.dtype)
                 scales = f"{name[:-1]}_scales"
-                written[scales] = write(getattr(self, scales), scale, -1)
-            written[name] = write(buffer, x, _token_axis(self.layout))
+                written[scales] = write(getattr(self, scales), scale, new, -1)
+            written[name] = write(buffer, x, new, _token_axis(self.layout))
         return dataclasses.replace(self, **written)
+
+    def _scatter(self, buffer: Array, x: Array, new: Int[Array, "B"], axis: int) -> Array:
+        """Write `x` (B, T, ...) token by token; those that are not new or do not fit are dropped."""
+        token = jnp.arange(x.shape[1], dtype=self.lengths.dtype)
+        slot = jnp.where(token < new[:, None], self.lengths[:, None] + token, self.capacity)
+        if self.page_table is None:
+            rows = jnp.arange(slot.shape[0], dtype=slot.dtype)[:, None]
+        else:
+            dead = slot >= self.capacity
+            page = jnp.take_along_axis(self.page_table, jnp.where(dead, 0, slot // self._stretch), axis=1)
+            rows, slot = page.astype(slot.dtype), jnp.where(dead, self._stretch, slot % self._stretch)
+        between = (slice(None),) * (buffer.ndim + axis - 1)
+        return buffer.at[(rows, *between, slot)].set(x.astype(buffer.dtype), mode="drop")
+
+    def _write_tiles(self, buffer: Array, x: Array, new: Int[Array, "B"], axis: int) -> Array:
+        """The same with tokens on the last axis, by aligned tiles of 128 that are read, changed and written back.
+
+        On TPU a single token is one lane of a tile: a scatter to it makes XLA re-lay the whole cache out, twice.
+        """
+        B, T, lanes = *x.shape[:2], MULTIPLE
+        count = -(-(T + lanes - 1) // lanes)  # tiles that T tokens can touch, wherever they begin
+        lengths, page = self.lengths.astype(jnp.int32), jnp.int32(self._stretch)
+        shift = lengths % lanes
+        place = jax.vmap(lambda row, by: jnp.roll(row, by, axis=-1))
+        x = jnp.moveaxis(x.astype(buffer.dtype), 1, -1)
+        x = place(jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, count * lanes - T)]), shift)
+        token = jnp.arange(count * lanes, dtype=jnp.int32) - shift[:, None]
+        fits = jnp.minimum(new.astype(jnp.int32), self.capacity - lengths)
+        is_new = (token >= 0) & (token < fits[:, None])
+
+        def write(n, buffer):
+            n = n.astype(jnp.int32)  # int64 where x64 is on
+            b, tile = n // count, n % count
+            position = jnp.minimum(lengths[b] - shift[b] + tile * lanes, self.capacity - lanes)
+            row = b if self.page_table is None else self.page_table[b, position // page].astype(jnp.int32)
+            at = (row, *(jnp.int32(0),) * (buffer.ndim - 2), position % page)
+            of_tile = lambda x: jax.lax.dynamic_slice_in_dim(x[b], tile * lanes, lanes, axis=-1)
+            old = jax.lax.dynamic_slice(buffer, at, (1, *buffer.shape[1:-1], lanes))
+            changed = jnp.where(of_tile(is_new), of_tile(x)[None], old)
+            return jax.lax.dynamic_update_slice(buffer, changed, at)
+
+        return jax.lax.fori_loop(0, B * count, write, buffer)
 
     def read_values(self, start, size: int, dtype) -> Float[Array, "B G size d"]:
         """The values of slots start .. start + size; `start` is a multiple of `size`, which divides a page."""

@@ -18,8 +18,8 @@ WIDTHS = {"values": 8, "keys": 6, "rope_keys": 4}
 F32 = jnp.dtype("float32")
 
 
-def make(layout, **kw):
-    cache = init_cache(B, S, groups=G, value_dim=8, key_dim=6, rope_dim=4, dtype=F32, layout=layout)
+def make(layout, max_length=S, **kw):
+    cache = init_cache(B, max_length, groups=G, value_dim=8, key_dim=6, rope_dim=4, dtype=F32, layout=layout)
     return dataclasses.replace(cache, **kw)
 
 
@@ -92,6 +92,12 @@ def test_mistakes_are_refused():
     for new in ([5, -1, 0, 0], [6, 0, 0, 0]):
         with pytest.raises(ValueError, match=rf"lengths = {re.escape(str(new))}: must lie in 0 .. 5, the tokens given"):
             cache.append(jnp.array(new), **parts)
+    with pytest.raises(ValueError, match="the cache holds rope_keys: it was made for another attention family"):
+        cache.append(jnp.array([1, 1, 0, 0]), **(parts | {"rope_keys": None}))
+    with pytest.raises(ValueError, match="the cache has no keys: it was made for another attention family"):
+        dataclasses.replace(cache, keys=None).append(jnp.array([1, 1, 0, 0]), **parts)
+    with pytest.raises(ValueError, match="tokens come for 1 rows, the cache has 4"):
+        cache.append(jnp.array([1]), **jax.tree.map(lambda x: x[:1], parts))
     with pytest.raises(ValueError, match="layout = 'rows'"):
         init_cache(1, 1, groups=1, value_dim=1, layout="rows")
     with pytest.raises(ValueError, match="batch = 0, max_length = 1: both must be 1 or more"):
@@ -118,7 +124,7 @@ def copies(compiled, shape) -> list[str]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_donated_append_is_in_place(layout):
-    cache = make(layout)
+    cache = make(layout, max_length=16 * 1024)
     step = jax.jit(lambda cache, new, parts: cache.append(new, **parts), donate_argnums=0)
     compiled = step.lower(cache, jnp.ones((B,), jnp.int32), tokens(3)).compile()
     for name in WIDTHS:

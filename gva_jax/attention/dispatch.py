@@ -68,8 +68,8 @@ def in_chunks(attend, queries, lengths: Int[Array, "B"], new: Int[Array, "B"]):
     `lengths` count the live tokens with all `new` ones; each chunk gets its own, as if later chunks had not come yet.
     """
     T = jax.tree.leaves(queries)[0].shape[1]
-    size = min(T, PREFILL_CHUNK)
-    count = -(-T // size)
+    count = -(-T // PREFILL_CHUNK)
+    size = -(-T // count)  # chunks of equal size: little is padded
 
     def split(x):
         x = jnp.pad(x, [(0, 0), (0, count * size - T)] + [(0, 0)] * (x.ndim - 2))

@@ -10,14 +10,14 @@ import pytest
 from variants import VARIANTS, D, inputs, relative, weights
 
 from gva_jax.attention import GroupedValueAttention, gva, training
-from gva_jax.attention.dispatch import training_attention
+from gva_jax.attention.dispatch import in_chunks, training_attention
 from gva_jax.cache import CacheOverflow
 from gva_jax.kernels import xla
 
 F64 = {"dtype": jnp.dtype("float64"), "param_dtype": jnp.dtype("float64")}
 
 # What each row appends, call after call; T is the width of the call. Up to 16 tokens go to the decode kernel, longer
-# prompts through it in chunks of 128. The second call finds caches that are empty (row 0) and that are not.
+# prompts through it in chunks of at most 128. The second call finds caches that are empty (row 0) and that are not.
 CALLS = (
     ("prefill", 7, (0, 7, 5)),
     ("prefill", 140, (140, 0, 131)),
@@ -76,6 +76,19 @@ def test_decoding_equals_the_forward(name, layout, implementation, monkeypatch):
             if new[b]:
                 assert relative(y[b, : new[b]], full[b, start[b] : start[b] + new[b]]) < 1e-12
         start += new
+
+
+@pytest.mark.parametrize(("T", "chunk"), [(1, 1), (128, 128), (129, 65), (300, 100)])
+def test_queries_are_cut_into_chunks_without_much_padding(T, chunk):
+    seen = []
+
+    def attend(q, lengths, new):
+        seen.append(q.shape)
+        return q
+
+    new = jnp.array([T, 0])
+    out = jax.eval_shape(lambda q: in_chunks(attend, q, new, new), jnp.ones((2, T, 3, 4)))
+    assert seen == [(2, chunk, 3, 4)] and out.shape == (2, T, 3, 4)
 
 
 # ---- what must not leak ----------------------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ def test_each_variant_computes_its_formula(name):
 
 # ---- parameters ------------------------------------------------------------------------------------------------------
 
-# H = 4, G = 2, d = 32 (GVA); H = 4, d = 8 (MHA, GQA, MQA); H = 3, d = 8, c = 12 (MLA). Kernels are folded to two axes.
+# H = 4, G = 2, d = 32 (GVA; G = H in gva_full); H = 4, d = 8 (MHA, GQA, MQA); H = 3, d = 8, c = 12 (MLA). Kernels are folded to two axes.
 PARAMETERS = {
     "mha": {"query": (D, 32), "key": (D, 32), "value": (D, 32), "output": (32, D)},
     "gqa_norms": {
@@ -106,7 +106,7 @@ PARAMETERS = {
         "output": (128, D),
     },
     "gva_keyless": {"query": (D, 128), "value": (D, 64), "key_map": (32, 128), "output": (128, D)},
-    "gva_full": {"query": (D, 128), "value": (D, 64), "key_map": (32, 128), "output": (128, D)},
+    "gva_full": {"query": (D, 128), "value": (D, 128), "key_map": (32, 128), "output": (128, D)},
 }  # fmt: skip
 
 
@@ -154,8 +154,8 @@ def test_dtypes_are_what_was_asked_for(name, x64):
 # Scalars per token, from the design's table.
 SIZES = {
     "mha": 2 * 4 * 8, "gqa": 2 * 2 * 8, "mqa": 2 * 8, "gqa_norms": 2 * 2 * 8, "mla": 12 + 4, "mla_keyless": 12,
-    "gva_16": 2 * 32 + 16, "gva_24": 2 * 32 + 24, "gva_keyless": 2 * 32, "gva_keyless_norm": 2 * 32,
-    "gva_full": 2 * 32, "gva_full_norm": 2 * 32,
+    "gva_16": 2 * 32 + 16, "gva_24": 32 + 24, "gva_keyless": 2 * 32, "gva_keyless_norm": 2 * 32,
+    "gva_full": 4 * 32, "gva_full_norm": 2 * 32,
 }  # fmt: skip
 
 

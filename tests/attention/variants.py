@@ -9,10 +9,8 @@ from gva_jax.attention import GroupedValueAttention, LatentAttention, MultiHeadA
 D = 24  # model width
 
 
-def _gva(rope_dim, q_norm=True, key_init="scale_matched", **kw):
-    return lambda **dtypes: GroupedValueAttention(
-        num_heads=4, num_kv_heads=2, head_dim=32, rope_dim=rope_dim, q_norm=q_norm, key_init=key_init, **kw, **dtypes
-    )
+def _gva(rope_dim, num_kv_heads=2, **kw):
+    return lambda **dtypes: GroupedValueAttention(4, num_kv_heads, 32, rope_dim=rope_dim, **kw, **dtypes)
 
 
 def _heads(num_kv_heads, **kw):
@@ -31,10 +29,10 @@ VARIANTS = {
     "mla": _latent(4),
     "mla_keyless": _latent(0, q_norm=True),
     "gva_16": _gva(16),
-    "gva_24": _gva(24, q_norm=False, key_init="default"),
+    "gva_24": _gva(24, 1, q_norm=False, key_init="default"),
     "gva_keyless": _gva(0, q_norm=False),
     "gva_keyless_norm": _gva(0),
-    "gva_full": _gva(None, q_norm=False, key_init="default"),
+    "gva_full": _gva(None, None, q_norm=False, key_init="default"),
     "gva_full_norm": _gva(None),
 }
 
