@@ -90,7 +90,8 @@ def test_each_variant_computes_its_formula(name):
 
 # ---- parameters ------------------------------------------------------------------------------------------------------
 
-# H = 4, G = 2, d = 32 (GVA; G = H in gva_full); H = 4, d = 8 (MHA, GQA, MQA); H = 3, d = 8, c = 12 (MLA). Kernels are folded to two axes.
+# H = 4, G = 2, d = 32 (GVA; G = H in gva_full); H = 4, d = 8 (MHA, GQA, MQA); H = 3, d = 8, c = 12 (MLA). Kernels are
+# folded to two axes.
 PARAMETERS = {
     "mha": {"query": (D, 32), "key": (D, 32), "value": (D, 32), "output": (32, D)},
     "gqa_norms": {
