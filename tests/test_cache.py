@@ -37,22 +37,30 @@ def by_token(cache, name):
     return np.moveaxis(x, -2, 1)
 
 
+# Capacity, T, live tokens, new tokens: the last slot, nothing, all of T, and (only under jit) more than there is room
+# for; then over the edges of tiles of 128, and in a row that has overflowed already.
+APPENDS = [
+    (128, 5, [127, 5, 0, 126], [1, 0, 5, 4]),
+    (384, 200, [127, 250, 300, 390], [200, 134, 200, 3]),
+]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_append_writes_the_new_tokens_behind_the_live_ones_and_nothing_else(layout):
+@pytest.mark.parametrize(("S", "T", "lengths", "new"), APPENDS)
+def test_append_writes_the_new_tokens_behind_the_live_ones_and_nothing_else(layout, S, T, lengths, new):
     append = jax.jit(lambda cache, new, parts: cache.append(new, **parts))
-    # The last slot, nothing, all of T, and (only under jit) more than there is room for.
-    lengths, new = np.array([127, 5, 0, 126], np.int32), np.array([1, 0, 5, 4], np.int32)
-    old, parts = make(layout), tokens(5)
+    lengths, new = np.array(lengths, np.int32), np.array(new, np.int32)
+    old, parts = make(layout, max_length=S), tokens(T)
     ones = jax.tree.map(lambda a: a + 1 if a.ndim > 1 else a, old)
     cache = append(dataclasses.replace(ones, lengths=jnp.asarray(lengths)), jnp.asarray(new), parts)
     for name, x in parts.items():
         expected = np.ones_like(by_token(cache, name))
         for b in range(B):
             stop = min(lengths[b] + new[b], S)
-            expected[b, lengths[b] : stop] = x[b, : stop - lengths[b]]
+            expected[b, lengths[b] : stop] = x[b, : max(stop - lengths[b], 0)]
         np.testing.assert_array_equal(by_token(cache, name), expected)
-    assert cache.lengths.tolist() == [128, 5, 5, 130]
-    assert cache.overflowed.tolist() == [False, False, False, True]
+    assert cache.lengths.tolist() == (lengths + new).tolist()
+    assert cache.overflowed.tolist() == (lengths + new > S).tolist()
     assert cache.layout == layout and cache.lengths.dtype == jnp.int32
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-import tiny
+import tiny_run as tiny
 
 import gva_jax
 from gva_jax.config import ConfigError, DataConfig, RunConfig, TrainConfig

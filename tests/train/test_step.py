@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import tiny
+import tiny_run as tiny
 
 from gva_jax import sharding
 from gva_jax.config import ConfigError, DataConfig, MeshConfig, OptimizerConfig
