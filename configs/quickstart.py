@@ -30,6 +30,6 @@ def config() -> RunConfig:
         ),
         data=DataConfig(source="docstrings", context_length=256, batch_size=4),
         optimizer=OptimizerConfig(learning_rate=4e-3, final_ratio=0.02),
-        train=TrainConfig(steps=900, eval_every=300, eval_batches=20, checkpoint_every=300),
+        train=TrainConfig(steps=1100, eval_every=400, eval_batches=20, checkpoint_every=400),
         sample=SampleConfig(prompts=("Return the", "This function", "If the"), max_new_tokens=60),
     )

@@ -80,7 +80,7 @@ def in_chunks(attend, queries, lengths: Int[Array, "B"], new: Int[Array, "B"]):
         here = jnp.clip(new - start, 0, size)
         return None, attend(queries, lengths - jnp.maximum(new - start - size, 0), here)
 
-    starts = jnp.arange(count, dtype=new.dtype) * size
+    starts = jnp.arange(count, dtype=lengths.dtype) * size
     _, out = jax.lax.scan(step, None, (starts, jax.tree.map(split, queries)))
     out = out.swapaxes(0, 1)
     return out.reshape(out.shape[0], count * size, *out.shape[3:])[:, :T]
