@@ -25,3 +25,7 @@ def cache_folder(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GVA_JAX_CACHE", str(folder))
         yield folder
+
+
+def pytest_addoption(parser):
+    parser.addoption("--every-shape", action="store_true", help="decode kernels: the full product of sizes, hours long")

@@ -1,9 +1,8 @@
-"""The Triton kernel: interpreted, against a brute force in float64; and compiled for cards that are not there.
+"""The Triton kernel's own: splits, one-byte caches, what is read, refusals; and compiled for cards that are not there.
 
 Run as a script (`JAX_PLATFORMS=cpu python test_pallas_triton.py h100`) it prints what the assembler reports for a card.
 """
 
-import dataclasses
 import functools
 import json
 import os
@@ -21,80 +20,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_decode_attention as suite
-from test_decode_attention import BF16, F32, Case, error
+from cases import F32, LENGTHS, B, Case, Run, S, assert_same_bits, brute_force, error, make, plain_einsum, rms_error
 
-from gva_jax.kernels import decode_attention, merge, pallas_triton
-
-S, B = 384, suite.B  # three blocks of 128 tokens, or more blocks where tokens are wide
-LENGTHS = np.array([0, 1, 127, 128, 129, 257, S, S + 3, -4, 200, 2, 383], np.int32)
-
-CASES = [
-    Case(2, 2, d=32),
-    Case(5, 1, T=16, d=64, r=24, window=200),  # five tiles of rows
-    Case(14, 2, T=3, d=64, keys=24, softcap=3.0),
-    Case(12, 1, T=4, d=80, r=16, sinks=True),
-    Case(6, 2, T=2, d=96, r=24, page=128),
-    Case(4, 4, T=5, d=16, keys=80, r=24, window=33, softcap=3.0, sinks=True, page=384),
-    Case(6, 2, T=2, d=32, keys=24, window=20, quantised=True),
-    Case(3, 1, d=32, r=8, softcap=3.0, sinks=True, quantised=True, page=128),
-    Case(8, 2, d=128, r=32),
-    Case(4, 1, d=256, r=64, window=1),  # blocks of 16 tokens
-    Case(3, 1, T=2, d=512, r=64),
-]
+from gva_jax.kernels import decode_attention, pallas_triton
 
 
 @pytest.fixture(autouse=True)
-def sizes(monkeypatch):
-    """Of the shared helpers; and three splits a row, some of them empty where the row is short."""
+def small_splits(monkeypatch):
+    """Three splits a row, some of them empty where the row is short."""
     monkeypatch.setattr(pallas_triton, "SPLIT", 128)
-    for name, value in {"S": S, "LENGTHS": LENGTHS}.items():
-        monkeypatch.setattr(suite, name, value)
 
 
-def attend(operands, case, **options):
-    operands = dict(operands)
-    return decode_attention(
-        operands.pop("q"), operands.pop("values"), **operands, **case.options | options, scale=case.scale,
-        implementation="pallas_triton", interpret=True,
-    )  # fmt: skip
-
-
-@functools.cache
-def compiled(case: Case):
-    return jax.jit(functools.partial(attend, case=case))
-
-
-def run(case: Case, operands, dtype=F32, jitted=None):
-    """(out, lse) in NumPy of operands as `suite.make` gives them."""
-    operands = suite.paged(case, operands) if case.page else operands
-    cast = lambda a: jnp.asarray(a, dtype if a.dtype == np.float64 else a.dtype)
-    out, lse = (jitted or compiled(case))(jax.tree.map(cast, operands))
-    assert out.dtype == dtype and lse.dtype == F32
-    return jax.device_get((out, lse))
-
-
-def same_bits(found, other):
-    for a, b in zip(found, other, strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_equals_brute_force(case):
-    operands = suite.make(case, F32)
-    found = run(case, operands)
-    for a, b in zip(found, suite.brute_force(case, **operands), strict=True):
-        assert error(a, b) < 2e-6
-    same_bits(found, run(case, operands))
-    same_bits(found, run(case, suite.poisoned(operands)))  # whatever lies in dead slots and pages
-
-
-@pytest.mark.parametrize("late", [-1, 1])
-def test_a_mask_off_by_one_exceeds_the_tolerance(late):
-    operands = suite.make(CASES[0], F32) | {"lengths": np.full(B, 60, np.int32)}
-    out, lse = run(CASES[0], operands)
-    broken, lse_broken = suite.brute_force(CASES[0], **operands, late=late)
-    assert error(out, broken) > 1e-2 and error(lse, lse_broken) > 1e-3
+def kernel(case: Case, dtype=F32, **options) -> Run:
+    return Run(case, "pallas_triton", dtype, interpret=True, **options)
 
 
 @pytest.mark.parametrize("x64", [False, True])
@@ -102,75 +40,28 @@ def test_one_split_needs_no_merge(x64, monkeypatch):
     """And with x64 on, 64-bit lengths and no `q_lengths`, float32 stays what it is."""
     monkeypatch.setattr(pallas_triton, "PROGRAMS", 0)
     case = Case(6, 2, T=2, d=16, keys=24, r=16, window=130)
-    operands = suite.make(case, F32) | {"q_lengths": np.full(B, 2)}
+    operands = make(case, F32) | {"q_lengths": np.full(B, 2)}
     given = operands | {"q_lengths": None, "lengths": LENGTHS.astype(np.int64 if x64 else np.int32)}
-    with jax.enable_x64(x64):
-        found = run(case, given, jitted=jax.jit(functools.partial(attend, case=case)))
-    for a, b in zip(found, suite.brute_force(case, **operands), strict=True):
+    for a, b in zip(kernel(case, x64=x64)(given), brute_force(case, **operands), strict=True):
         assert error(a, b) < 2e-6
 
 
-@pytest.mark.parametrize("dtype", [BF16, jnp.dtype("float16")], ids=str)
-def test_half_precision_is_no_worse_than_a_plain_einsum(dtype):
-    case = Case(6, 2, d=64, r=16)
-    operands = suite.make(case, dtype) | {"lengths": np.full(B, S, np.int32)}
-    truth, _ = suite.brute_force(case, **operands)
-    found, _ = run(case, operands, dtype)
-    plain = jax.device_get(jax.jit(functools.partial(suite.plain_bf16, case))(operands))
-    rms = lambda a: float(np.sqrt(np.mean((np.asarray(a, np.float64) - truth) ** 2)))
-    assert rms(found) <= 1.5 * rms(plain)
-
-
-def test_logits_far_below_zero():
-    """Every logit shifted by -1e5: a finite stand-in for -inf, anywhere, would take the weight."""
-    case = Case(6, 2, T=2, d=16, r=8, window=33)
-    operands = suite.make(case, F32)
-    operands["q_rope"][:], operands["rope_keys"][..., 0] = 0, -1
-    operands["q_rope"][..., 0] = np.float32(1e5 / case.scale)
-    out, lse = run(case, operands)
-    truth, lse_truth = suite.brute_force(case, **operands)
-    assert lse_truth[np.isfinite(lse_truth)].max() < -9e4
-    assert np.sqrt(np.mean((out - truth) ** 2) / np.mean(truth**2)) < 2e-3
-    assert error(lse, lse_truth) < 1e-6
-
-
-def test_merged_halves_equal_the_whole():
-    """The second half is handed `lengths - offset` unclipped; halves are empty where a row is short."""
-    case, half = Case(6, 2, T=3, d=32, r=8, softcap=3.0), 256
-    operands = suite.make(case, F32)
-
-    def part(start, stop):
-        cut = {name: operands[name][..., start:stop, :] for name in ("values", "rope_keys")}
-        return jax.tree.map(jnp.asarray, run(case, operands | cut | {"lengths": LENGTHS - start}))
-
-    found = merge(part(0, half), part(half, S))
-    for a, b in zip(found, suite.brute_force(case, **operands), strict=True):
-        assert error(a, b) < 2e-6
-
-
-# ---- one-byte caches -------------------------------------------------------------------------------------------------
+def test_float16_is_no_worse_than_a_plain_einsum():
+    case, dtype = Case(6, 2, d=64, r=16), jnp.dtype("float16")
+    operands = make(case, dtype) | {"lengths": np.full(B, S, np.int32), "q_lengths": np.ones(B, np.int32)}
+    truth, _ = brute_force(case, **operands)
+    found, _ = kernel(case, dtype)(operands)
+    plain = jax.device_get(jax.jit(functools.partial(plain_einsum, case, dtype=dtype))(operands))
+    assert rms_error(found, truth) <= 1.5 * rms_error(plain, truth)
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
 def test_every_bit_pattern_of_float8(dtype):
     every = jax.lax.bitcast_convert_type(jnp.arange(256, dtype=jnp.uint8), jnp.dtype(dtype))
-    same_bits([pallas_triton._widen(every, F32)], [np.asarray(every).astype(np.float32)])
+    assert_same_bits([pallas_triton._widen(every, F32)], [np.asarray(every).astype(np.float32)])
 
 
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
-def test_float8_values(dtype):
-    case = Case(4, 2, d=32, keys=24, r=8)
-    operands = suite.make(dataclasses.replace(case, quantised=True), F32)
-    for name in ("values", "keys"):
-        operands[name] = np.asarray(jnp.asarray(operands[name], jnp.dtype(dtype)))
-    found = run(case, operands)
-    plain = {n: operands[n].astype(np.float64) * operands[s][..., None]
-             for n, s in (("values", "value_scales"), ("keys", "key_scales"))}  # fmt: skip
-    for a, b in zip(found, suite.brute_force(case, **operands | plain), strict=True):
-        assert error(a, b) < 2e-6
-
-
-# ---- work ------------------------------------------------------------------------------------------------------------
+# ---- what is read ----------------------------------------------------------------------------------------------------
 
 
 def test_dead_blocks_are_not_read(monkeypatch):
@@ -182,15 +73,33 @@ def test_dead_blocks_are_not_read(monkeypatch):
 
     unmasked = types.SimpleNamespace(load=load, store=triton.store, CompilerParams=triton.CompilerParams)
     monkeypatch.setattr(pallas_triton, "plt", unmasked)
-    operands = suite.make(case, F32) | {"q_lengths": np.ones(B, np.int32)}
-    jitted = jax.jit(functools.partial(attend, case=case))
-    clean = run(case, operands, jitted=jitted)
+    operands, run = make(case, F32) | {"q_lengths": np.ones(B, np.int32)}, kernel(case)
+    clean = run(operands)
     length, token = np.clip(LENGTHS, 0, S)[:, None], np.arange(S)
     read = (token < -(-length // block) * block) & (token >= np.maximum(LENGTHS[:, None] - 100, 0) // block * block)
     nan = lambda where: operands | {"values": np.where(where[:, None, :, None], np.nan, operands["values"])}
-    same_bits(clean, run(case, nan(~read), jitted=jitted))
-    out, _ = run(case, nan(read & (token >= length)), jitted=jitted)
+    assert_same_bits(clean, run(nan(~read)))
+    out, _ = run(nan(read & (token >= length)))
     np.testing.assert_array_equal(np.isnan(out).any((1, 2, 3)), (read & (token >= length)).any(1))
+
+
+@pytest.mark.parametrize(("keys", "loads"), [(None, {"values": 1}), (80, {"values": 1, "keys": 1})])
+def test_a_step_loads_each_tile_once(keys, loads, monkeypatch):
+    """The values too, which are keys at the same time; splits and blocks part the tokens, so once a step is once."""
+    seen, triton = [], pallas_triton.plt
+    widths = {128: "values", 80: "keys", 32: "rope_keys"}  # as they lie in memory
+
+    def load(ref, *, mask, other):
+        array = ref.ref if hasattr(ref, "ref") else ref
+        if array.shape[-1] in widths and array.shape[-2] == S:
+            seen.append(widths[array.shape[-1]])
+        return triton.load(ref, mask=mask, other=other)
+
+    counting = types.SimpleNamespace(load=load, store=triton.store, CompilerParams=triton.CompilerParams)
+    monkeypatch.setattr(pallas_triton, "plt", counting)
+    case = Case(4, 2, d=128, r=32, keys=keys)
+    kernel(case)(make(case, F32))
+    assert {name: seen.count(name) for name in set(seen)} == loads | {"rope_keys": 1}
 
 
 def traced(B, S, *, H=16, G=4, d=64, dtype="bfloat16", cache=None, layout="tokens_major", **options):
