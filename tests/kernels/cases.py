@@ -6,6 +6,7 @@ brings them into the layout, pages and dtype of a case.
 
 import contextlib
 import dataclasses
+import importlib
 import itertools
 import random
 from dataclasses import dataclass
@@ -116,6 +117,10 @@ def every_shape(seed: int = 0) -> list[Case]:
     rng = random.Random(seed)
     shapes = (dict(zip(SHAPES, values, strict=True)) for values in itertools.product(*SHAPES.values()))
     return [_case(**shape, **{name: rng.choice(values) for name, values in OPTIONS.items()}) for shape in shapes]
+
+
+# Beside the cover: the plainest case, and absorbed latent attention.
+NAMED = [Case(2, 2, d=32), Case(16, 1, d=256, r=64), Case(16, 1, T=2, d=512, r=64, page=BLOCK)]
 
 
 # ---- operands --------------------------------------------------------------------------------------------------------
@@ -242,12 +247,28 @@ def rms_error(found, truth) -> float:
     return float(np.sqrt(np.mean((np.asarray(found, np.float64) - truth) ** 2) / np.mean(truth**2)))
 
 
+def assert_close(found, truth, dtype):
+    for a, b, tolerance in zip(found, truth, TOLERANCE[dtype], strict=True):
+        assert error(a, b) < tolerance
+
+
 def assert_same_bits(found, other):
     for a, b in zip(found, other, strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
 # ---- running ---------------------------------------------------------------------------------------------------------
+
+
+ONE_LAYOUT = {"pallas_tpu": "tokens_minor", "pallas_triton": "tokens_major", "pallas_mosaic_gpu": "tokens_major"}
+SMALL = {  # what makes several blocks and splits of the little that is cached here
+    "xla": ("gva_jax.kernels.xla", "BLOCK"),
+    "pallas_tpu": ("gva_jax.kernels.pallas_tpu", "MAX_BLOCK"),
+    "pallas_triton": ("gva_jax.kernels.pallas_triton", "SPLIT"),
+    "pallas_mosaic_gpu": ("gva_jax.kernels.pallas_mosaic_gpu.plan", "SPLIT"),
+}
+COMPUTES_IN = {"pallas_mosaic_gpu": BF16}  # the widest dtype of an implementation, where it is not float32
+TOLERANCE = {F64: (1e-12, 1e-12), F32: (2e-6, 2e-6), BF16: (8e-3, 1e-5)}  # of out, of lse
 
 
 class Run:
@@ -290,3 +311,17 @@ class Run:
 
     def _precision(self):
         return jax.enable_x64(True) if self._x64 else contextlib.nullcontext()
+
+
+def run_for(implementation: str, case: Case, dtype=F32, interpret=None, **options) -> Run:
+    """The implementation on the case, in its layout; Pallas kernels interpreted unless told otherwise."""
+    case = dataclasses.replace(case, layout=ONE_LAYOUT.get(implementation, case.layout))
+    interpret = implementation.startswith("pallas") if interpret is None else interpret
+    return Run(case, implementation, dtype, interpret, **options)
+
+
+def small_blocks(implementation: str, setattr=setattr) -> None:
+    """Blocks, or splits, of BLOCK tokens."""
+    if implementation in SMALL:
+        module, name = SMALL[implementation]
+        setattr(importlib.import_module(module), name, BLOCK)

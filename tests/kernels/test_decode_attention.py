@@ -5,7 +5,6 @@ By default a pairwise cover of the corners; `--every-shape` runs the full produc
 
 import dataclasses
 import functools
-import importlib
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +14,16 @@ import pytest
 from cases import (
     BF16,
     BLOCK,
+    COMPUTES_IN,
     F32,
     F64,
     LENGTHS,
+    NAMED,
+    TOLERANCE,
     B,
     Case,
-    Run,
     S,
+    assert_close,
     assert_same_bits,
     brute_force,
     error,
@@ -31,21 +33,12 @@ from cases import (
     plain_einsum,
     poisoned,
     rms_error,
+    run_for,
+    small_blocks,
 )
 
 from gva_jax.kernels import decode_attention, merge, xla
 from gva_jax.kernels.api import IMPLEMENTATIONS
-
-# Beside the cover: the plainest case, and absorbed latent attention.
-NAMED = [Case(2, 2, d=32), Case(16, 1, d=256, r=64), Case(16, 1, T=2, d=512, r=64, page=BLOCK)]
-ONE_LAYOUT = {"pallas_tpu": "tokens_minor", "pallas_triton": "tokens_major", "pallas_mosaic_gpu": "tokens_major"}
-SMALL = {  # several blocks and splits in the little that is cached here
-    "xla": {"BLOCK": BLOCK},
-    "pallas_tpu": {"MAX_BLOCK": BLOCK},
-    "pallas_triton": {"SPLIT": BLOCK},
-}
-COMPUTES_IN = {"pallas_mosaic_gpu": BF16}  # the widest dtype of an implementation, where it is not float32
-TOLERANCE = {F64: (1e-12, 1e-12), F32: (2e-6, 2e-6), BF16: (8e-3, 1e-5)}  # of out, of lse
 
 
 def pytest_generate_tests(metafunc):
@@ -59,16 +52,8 @@ def implementation(request, monkeypatch):
     name = request.param
     if name == "pallas_mosaic_gpu" and jax.__version_info__ < (0, 11):
         pytest.skip("needs JAX 0.11 or newer")
-    module = importlib.import_module(IMPLEMENTATIONS[name])
-    for attribute, value in SMALL.get(name, {}).items():
-        monkeypatch.setattr(module, attribute, value)
+    small_blocks(name, monkeypatch.setattr)
     return name
-
-
-def run_for(implementation, case, dtype=F32, **options):
-    """The implementation on the case, in its layout."""
-    case = dataclasses.replace(case, layout=ONE_LAYOUT.get(implementation, case.layout))
-    return Run(case, implementation, dtype, interpret=implementation.startswith("pallas"), **options)
 
 
 @pytest.fixture
@@ -77,11 +62,6 @@ def unchecked():
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
-
-
-def assert_close(found, truth, dtype):
-    for a, b, tolerance in zip(found, truth, TOLERANCE[dtype], strict=True):
-        assert error(a, b) < tolerance
 
 
 def test_equals_brute_force(cover, implementation):
