@@ -8,23 +8,41 @@ def is_concrete(x) -> bool:
     return not isinstance(x, jax.core.Tracer)
 
 
-def target_platform() -> str:
-    """The platform that computations are meant for ("cpu", "tpu", "gpu"): the active mesh's, else the default backend.
+def _target_device():
+    """The device that computations are meant for: the active mesh's abstract one, else the first one here.
 
     Compiling for a pod happens on a machine without one, so the mesh decides before the backend does.
     """
     mesh = jax.sharding.get_abstract_mesh()
     device = None if mesh.empty else mesh.abstract_device
-    platform = jax.default_backend() if device is None else device.platform
+    return jax.devices()[0] if device is None else device
+
+
+def target_platform() -> str:
+    """The platform that computations are meant for: "cpu", "tpu" or "gpu"."""
+    platform = _target_device().platform
     return "gpu" if platform in ("cuda", "rocm") else platform
+
+
+def target_kind() -> str:
+    """The kind of device that computations are meant for, as JAX names it: "TPU v4", "NVIDIA H200"."""
+    return _target_device().device_kind
 
 
 def multiprocessors() -> int:
     """How many of them the GPU that computations are meant for has; an H100's 132 where that is not known."""
-    mesh = jax.sharding.get_abstract_mesh()
-    device = None if mesh.empty else mesh.abstract_device
-    count = getattr(jax.devices()[0], "core_count", None) if device is None else device.num_cores
-    return count or 132
+    device = _target_device()
+    return getattr(device, "core_count", None) or getattr(device, "num_cores", None) or 132
+
+
+def compute_capability() -> tuple[int, int] | None:
+    """Of the GPU that computations are meant for: (9, 0) for an H100. None where it is no NVIDIA GPU, or not known.
+
+    An abstract device tells it in an attribute `compute_capability`, "9.0", which a subclass of JAX's can have. Mosaic
+    GPU reads the same one.
+    """
+    major, dot, minor = str(getattr(_target_device(), "compute_capability", "")).partition(".")
+    return (int(major), int(minor)) if dot and major.isdigit() and minor.isdigit() else None
 
 
 def wide_dtype(*dtypes):

@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from gva_jax.cache import MULTIPLE
-from gva_jax.compat import target_platform
+from gva_jax.compat import target_kind, target_platform
 
 LANES = 128
 BLOCK_BYTES = 1 << 20  # of the cache in one block; enough to keep HBM busy while another block is computed
@@ -35,7 +35,8 @@ BUFFERS = 3  # blocks in VMEM: one in use, two on their way
 ROWS_BYTES = 4 << 20  # of queries and outputs that a grid step holds
 PAGE_IDS = 1 << 15  # page ids of one grid step, in scalar memory
 MATRIX = 256  # width of the largest matrix unit; smaller ones divide it
-VMEM_BYTES = 48 << 20  # of one core at most; v4 has 16 MiB, later chips 64 or more
+VMEM_BYTES = 48 << 20  # of one core at most; chips have 64 MiB or more, but those of
+SMALL_VMEM = {"TPU v2": 16 << 20, "TPU v3": 16 << 20, "TPU v4": 16 << 20}
 DTYPES = ("bfloat16", "float32")
 CACHE_DTYPES = (*DTYPES, "int8", "float8_e4m3fn", "float8_e5m2")
 
@@ -146,7 +147,7 @@ def _plan(q, q_rope, cache, page_table, pack, scale, window, softcap) -> Plan:
     if page_table is not None:
         rows = max(1, min(rows, PAGE_IDS // page_table.shape[1]))
     tiles = -(-B // rows)
-    if (needed := BUFFERS * block * token_bytes + 2 * rows * row_bytes) > VMEM_BYTES * 3 // 4:
+    if (needed := BUFFERS * block * token_bytes + 2 * rows * row_bytes) > _vmem() * 3 // 4:
         raise ValueError(
             f"pallas_tpu: would hold {needed >> 20} MiB in VMEM at T = {T}, H = {H}, G = {G}: "
             "use fewer queries at a time, or shard the groups over chips"
@@ -156,6 +157,10 @@ def _plan(q, q_rope, cache, page_table, pack, scale, window, softcap) -> Plan:
         rows=-(-B // tiles), tiles=tiles, paged=page_table is not None, scale=scale,
         window=None if window is None else min(window, 1 << 30), softcap=softcap,
     )  # fmt: skip
+
+
+def _vmem() -> int:
+    return SMALL_VMEM.get(target_kind(), VMEM_BYTES)
 
 
 def _schedule(plan: Plan, lengths, q_lengths, capacity: int):
@@ -213,7 +218,7 @@ def _call(plan: Plan, schedule, query, operands, cache, width: int, interpret):
             ],
         ),
         out_shape=[shape(width), shape(1)],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=VMEM_BYTES),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=_vmem()),
         interpret=interpret,
         name="gva_decode",
     )(*schedule, query, operands, cache)

@@ -150,6 +150,17 @@ def test_what_cannot_run_is_refused(change, message):
         jax.eval_shape(lambda a: decode_attention(**a, **static), {n: array(x) for n, x in args.items()})
 
 
+def test_what_a_chip_of_little_memory_cannot_hold_is_refused():
+    case = Case(128, 1, T=16, d=512, r=64)
+    a = jax.eval_shape(functools.partial(shapes, case, "bfloat16", 4, 1 << 15))
+    run = lambda a: decode_attention(**a, **case.options | MINOR)
+    for kind, fits in (("TPU v4", False), ("TPU v5p", True)):
+        mesh = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice(kind, 1, "tpu"))
+        refused = pytest.raises(ValueError, match="pallas_tpu: would hold 20 MiB in VMEM at T = 16, H = 128, G = 1")
+        with jax.sharding.use_abstract_mesh(mesh), contextlib.nullcontext() if fits else refused:
+            jax.eval_shape(run, a)
+
+
 def test_pages_of_other_sizes_are_refused():
     case = Case(4, 4, d=32, page=96, **MINOR)
     with pytest.raises(ValueError, match=r"pallas_tpu: values have 96 tokens .* multiple of 128"):

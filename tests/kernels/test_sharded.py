@@ -74,6 +74,19 @@ def test_pages():
 
 
 @pytest.mark.parametrize(
+    ("implementation", "layout"), [("pallas_tpu", "tokens_minor"), ("pallas_triton", "tokens_major")]
+)
+def test_kernels_of_accelerators_interpreted(implementation, layout):
+    args, options = problem(layout)
+    out, lse = decode_attention(**args, **options)
+    options |= {"implementation": implementation, "interpret": True}
+    run = jax.jit(lambda a: sharded_decode_attention(**a, **options, mesh=mesh(tensor=4, context=2)))
+    out_mesh, lse_mesh = run(args)
+    np.testing.assert_allclose(out_mesh, out, **WIDE)
+    np.testing.assert_allclose(lse_mesh, lse, **WIDE)
+
+
+@pytest.mark.parametrize(
     ("axes", "told"),
     [
         (dict(tensor=8), "4 groups over mesh axis tensor of 8"),
