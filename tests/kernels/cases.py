@@ -155,6 +155,29 @@ def make(case: Case, dtype=F64, lengths=LENGTHS, q_lengths=Q_LENGTHS, tokens=S, 
     }
 
 
+def abstract(case: Case, dtype, batch: int, tokens: int) -> dict:
+    """Shapes of what `decode_attention` takes, in the case's layout."""
+    shape, k, stored = jax.ShapeDtypeStruct, case.keys or case.d, case.stored or dtype
+    P, stretch = (batch * tokens // case.page, case.page) if case.page else (batch, tokens)
+    cached = lambda *front, width, dtype: shape(
+        (P, *front, *((stretch, width) if case.layout == "tokens_major" else (width, stretch))), dtype
+    )
+    scales = shape((P, case.G, stretch), F32) if case.stored else None
+    return {
+        "q": shape((batch, case.T, case.H, k), dtype),
+        "values": cached(case.G, width=case.d, dtype=stored),
+        "keys": cached(case.G, width=k, dtype=stored) if case.keys else None,
+        "value_scales": scales,
+        "key_scales": scales if case.keys else None,
+        "q_rope": shape((batch, case.T, case.H, case.r), dtype) if case.r else None,
+        "rope_keys": cached(width=case.r, dtype=dtype) if case.r else None,
+        "sinks": shape((case.H,), F32) if case.sinks else None,
+        "lengths": shape((batch,), jnp.int32),
+        "q_lengths": shape((batch,), jnp.int32),
+        "page_table": shape((batch, tokens // case.page), jnp.int32) if case.page else None,
+    }
+
+
 def poisoned(operands: dict) -> dict:
     """The same with NaN and infinities in every slot at or past its row's length (127 in int8, which has neither)."""
     dead = np.arange(operands["values"].shape[2]) >= operands["lengths"][:, None]
