@@ -16,6 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+# How attention is computed in training; see gva_jax.attention.dispatch.
+TrainingImplementation = Literal["chunked", "splash", "tokamax", "cudnn"]
+TRAINING_IMPLEMENTATIONS = typing.get_args(TrainingImplementation)
+
 
 class ConfigError(ValueError):
     """A user's mistake, told in one line: the field, the value it has, and what would be right."""
@@ -45,6 +49,12 @@ def check_rope_dim(rope_dim: int | None, head_dim: int) -> None:
     require(rope_dim < head_dim, "rope_dim", rope_dim, right)
 
 
+def check_training_implementation(name: str | None) -> None:
+    """Refuses a name that is no way to compute training attention."""
+    right = f"must be one of {', '.join(TRAINING_IMPLEMENTATIONS)}, or None for the best"
+    require(name is None or name in TRAINING_IMPLEMENTATIONS, "training_implementation", name, right)
+
+
 @dataclass(frozen=True)
 class AttentionConfig:
     """One attention layer. A family takes the fields it knows; one that it does not know must keep its default."""
@@ -71,6 +81,8 @@ class AttentionConfig:
     key_init: Literal["default", "scale_matched"] = "default"
     # Training form (GVA only): fold the key map into the query, or make the keys.
     form: Literal["absorbed", "materialised"] = "absorbed"
+    # How training attention is computed: chunked (XLA, anywhere), splash (TPU), tokamax, cudnn (GPU). None: the best.
+    training_implementation: TrainingImplementation | None = None
 
     def __post_init__(self):
         groups = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
@@ -78,6 +90,7 @@ class AttentionConfig:
         check_rope_dim(self.rope_dim, self.head_dim)
         require(self.rope_base > 1, "rope_base", self.rope_base, "must be above 1")
         require(self.latent_dim is None or self.latent_dim >= 1, "latent_dim", self.latent_dim, "must be 1 or more")
+        check_training_implementation(self.training_implementation)
 
 
 @dataclass(frozen=True)
@@ -117,9 +130,14 @@ class ModelConfig:
 class DataConfig:
     """Which text, how it is tokenised and how it is laid out in batches."""
 
-    # Where the text comes from: docstrings (of the installed packages; no network), or docstrings:NAME,NAME of some.
+    # Where the text comes from: docstrings[:NAME,NAME] (of installed packages), text:GLOB, jsonl:GLOB, parquet:GLOB,
+    # tfds:NAME[/CONFIG]:SPLIT, hf:NAME[/CONFIG]:SPLIT, or prepared:DIR, which `gva prepare` wrote.
     source: str = "docstrings"
-    # Use at most this many bytes of text (whole documents, chosen by hash). None: all.
+    # Field of a record that holds the text (jsonl, parquet, tfds, hf).
+    text_field: str = "text"
+    # A tokenizer's JSON file (of Hugging Face tokenizers). None: train one of model.vocab_size ids on the text.
+    tokenizer: str | None = None
+    # Use at most this many bytes of text (whole documents, the first ones). None: all.
     max_bytes: int | None = None
     # Tokens a sequence, T.
     context_length: int = 256

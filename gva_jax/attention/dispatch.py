@@ -1,15 +1,24 @@
 """Which attention computation runs: over a training batch, and over a cache."""
 
+import importlib
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from gva_jax.attention.training import grouped_attention
+from gva_jax.attention.training import sharded
 from gva_jax.cache import Cache
+from gva_jax.compat import target_platform
+from gva_jax.config import ConfigError, check_training_implementation
 from gva_jax.kernels import decode_attention
 
 PREFILL_CHUNK = 128  # queries of a prompt whose scores are in memory at once
 DECODE_QUERIES = 16  # the most new tokens a decode kernel takes at once
+
+# Kernels of a platform, the best first; chunked where none serves. For an H100 tokamax before cuDNN: its Hopper kernels
+# take absorbed GVA's two widths and a boolean mask as they are, where cuDNN pads values and reads the mask as a bias.
+KERNELS = {"tpu": ("splash",), "gpu": ("tokamax", "cudnn")}
 
 
 def training_attention(
@@ -19,16 +28,77 @@ def training_attention(
     *,
     segment_ids: Int[Array, "B T"] | None = None,
     scale: float,
+    implementation: str | None = None,
+    interpret: bool = False,
 ) -> Float[Array, "B T H dv"]:
     """Causal grouped attention; query head h reads group `h // (H // G)`. dk and dv may differ. Reverse-mode only.
 
-    `segment_ids` keep packed documents apart: a position sees its own segment only. A negative id is padding: it sees
-    nothing, nothing sees it, and its output is 0. The softmax is float32 (float64 for float64 inputs).
+    Args:
+      segment_ids: keep packed documents apart: a position sees its own segment only. A negative id is padding: it sees
+        nothing, nothing sees it, its output is 0 and so are its gradients.
+      scale: factor on the scores, `1/sqrt` of the width that was scored, not of an absorbed query's. The softmax is
+        float32 (float64 for float64 inputs).
+      implementation: `chunked` (plain XLA, anywhere), `splash` (TPU), `tokamax` or `cudnn` (GPU), see
+        `gva_jax.attention.training`; None takes what `training_choice` says. Under an active mesh (`jax.set_mesh`)
+        whose axes are those of `gva_jax.sharding`, kernels run under `shard_map`, each device on its rows and heads.
+      interpret: run `splash` in the Pallas interpreter, on any platform.
+
+    Raises:
+      ConfigError (a ValueError): a name that is none, or one that cannot run here, with the reason.
+      ValueError: shapes that do not fit or are empty, naming the axis; heads that a mesh axis does not divide.
     """
-    (B, T, H, dk), G = q.shape, k.shape[2]
-    by_group = q.reshape(B, T, G, H // G, dk).transpose(0, 2, 3, 1, 4)
-    y = grouped_attention(by_group, k.swapaxes(1, 2), v.swapaxes(1, 2), segment_ids, float(scale))
-    return y.transpose(0, 3, 1, 2, 4).reshape(B, T, H, v.shape[3])
+    _check_shapes(q, k, v, segment_ids)
+    check_training_implementation(implementation)
+    if implementation is None:
+        implementation, _ = training_choice(q, k, v, segment_ids=segment_ids)
+    elif (reason := _refusal(implementation, q, k, v, segment_ids, interpret)) is not None:
+        raise ConfigError(f"training_implementation = {implementation!r}: {reason}")
+    attention = partial(_module(implementation).attention, scale=float(scale), interpret=interpret)
+    if implementation == "chunked":  # which XLA splits by itself
+        return attention(q, k, v, segment_ids)
+    return sharded.over_mesh(attention, q, k, v, segment_ids)
+
+
+def training_choice(q, k, v, *, segment_ids=None) -> tuple[str, dict[str, str]]:
+    """The best implementation for these operands (or their shapes), and why each better one was passed over.
+
+    The platform is the active mesh's, else the default backend's.
+    """
+    passed_over = {}
+    for name in KERNELS.get(target_platform(), ()):
+        if (reason := _refusal(name, q, k, v, segment_ids)) is None:
+            return name, passed_over
+        passed_over[name] = reason
+    return "chunked", passed_over
+
+
+def _refusal(name: str, q, k, v, segment_ids, interpret: bool = False) -> str | None:
+    here = target_platform()
+    meant = next((platform for platform, names in KERNELS.items() if name in names), here)
+    if here != meant and not interpret:
+        return f"runs on {meant.upper()}, the computation is meant for {here.upper()}"
+    if name != "chunked" and (reason := sharded.refusal(q, k)) is not None:
+        return reason
+    return _module(name).refusal(*map(sharded.share, (q, k, v, segment_ids)))
+
+
+def _module(name: str):
+    return importlib.import_module(f"gva_jax.attention.training.{name}")
+
+
+def _check_positions(q) -> None:
+    if q.shape[1] == 0:
+        raise ValueError(f"q has shape {q.shape}: its axis 1, positions (T), is empty")
+
+
+def _check_shapes(q, k, v, segment_ids) -> None:
+    (B, T, H, dk), (G, dv) = q.shape, (k.shape[2], v.shape[3])
+    _check_positions(q)
+    if G == 0 or H % G:
+        raise ValueError(f"q has {H} heads, k has {G} groups: groups must divide heads")
+    for name, x, shape in (("k", k, (B, T, G, dk)), ("v", v, (B, T, G, dv)), ("segment_ids", segment_ids, (B, T))):
+        if x is not None and x.shape != shape:  # an axis of 1 would be broadcast silently
+            raise ValueError(f"{name} has shape {x.shape}, must be {shape} beside q {q.shape}")
 
 
 def cached_attention(
@@ -44,7 +114,11 @@ def cached_attention(
 
     A few queries go to the decode kernel `implementation`; a prompt goes through in chunks. Outputs past `new[b]` are
     0; a row that overflowed its cache is NaN.
+
+    Raises:
+      ValueError: no queries.
     """
+    _check_positions(q)
     T = q.shape[1]
 
     def attend(q, q_rope, lengths, new, implementation):

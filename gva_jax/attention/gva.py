@@ -28,12 +28,13 @@ from gva_jax.attention.layers import (
     Projection,
     RMSNorm,
     apply_rope,
+    check_tokens,
     default_positions,
     normal,
     scale_matched,
 )
 from gva_jax.cache import Cache, init_cache
-from gva_jax.config import check_heads, check_rope_dim, require
+from gva_jax.config import check_heads, check_rope_dim, check_training_implementation, require
 from gva_jax.kernels import decode_attention, merge
 
 REBUILD_BLOCK = 512  # tokens whose keys are made at once where keys cannot be absorbed
@@ -54,6 +55,7 @@ class GroupedValueAttention(Attention):
       form: training forward `absorbed`, or `materialised`: make the keys (the reference; fewer FLOPs at short T).
         Decoding is absorbed either way.
       implementation: decode kernel, see `gva_jax.kernels`; None picks the device's best.
+      training_implementation: see `gva_jax.attention.dispatch.training_attention`; None picks the device's best.
       dtype, param_dtype: of activations and of parameters.
 
     Raises:
@@ -69,6 +71,7 @@ class GroupedValueAttention(Attention):
     key_init: Literal["default", "scale_matched"] = "scale_matched"
     form: Literal["absorbed", "materialised"] = "absorbed"
     implementation: str | None = None
+    training_implementation: str | None = None
     dtype: jnp.dtype = jnp.float32
     param_dtype: jnp.dtype = jnp.float32
 
@@ -77,6 +80,7 @@ class GroupedValueAttention(Attention):
         check_rope_dim(self.rope_dim, self.head_dim)
         for name, choices in (("key_init", ("default", "scale_matched")), ("form", ("absorbed", "materialised"))):
             require(getattr(self, name) in choices, name, getattr(self, name), f"must be {' or '.join(choices)}")
+        check_training_implementation(self.training_implementation)
         super().__post_init__()
 
     @property
@@ -101,6 +105,7 @@ class GroupedValueAttention(Attention):
         Without a decoupled slice the rotated parts are None; with full RoPE the queries are rotated themselves.
         """
         H, d, r, D = self.num_heads, self.head_dim, self.rope_dim, x.shape[-1]
+        check_tokens(x)
         kw = dict(dtype=self.dtype, param_dtype=self.param_dtype)
         q = Projection((H, d), name="query", **kw)(x)
         v = Projection((self._groups, d), name="value", **kw)(x)
@@ -152,7 +157,8 @@ class GroupedValueAttention(Attention):
         if q_rope is not None:
             shared = jnp.broadcast_to(k_rope[:, :, None], (*k.shape[:3], self.rope_dim))
             q, k = jnp.concatenate([q, q_rope], axis=-1), jnp.concatenate([k, shared], axis=-1)
-        y = training_attention(q, k, v, segment_ids=segment_ids, scale=self._scale)
+        how = dict(scale=self._scale, implementation=self._training())
+        y = training_attention(q, k, v, segment_ids=segment_ids, **how)
         return self._output(y, x.shape[-1])
 
     def init_cache(

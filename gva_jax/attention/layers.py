@@ -78,8 +78,18 @@ def default_positions(x: Float[Array, "B T D"], positions: Int[Array, "B T"] | N
     return jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2]) if positions is None else positions
 
 
+def check_tokens(x: Float[Array, "B T D"]) -> None:
+    """Refuses inputs without tokens, before a cache or a softmax meets them."""
+    if x.shape[1] == 0:
+        raise ValueError(f"x has shape {x.shape}: its axis 1, tokens (T), is empty")
+
+
 class Attention(nn.Module):
     """What all families share: the output projection, and decoding as a prefill without padding."""
+
+    def _training(self) -> str | None:
+        """`training_implementation`, but at initialisation, which may happen elsewhere than training, whatever runs."""
+        return None if self.is_initializing() else self.training_implementation
 
     @nn.compact
     def _output(self, y: Float[Array, "B T H d"], D: int) -> Float[Array, "B T D"]:

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from gva_jax.attention.dispatch import cached_attention, training_attention
-from gva_jax.attention.layers import Attention, Projection, RMSNorm, apply_rope, default_positions, normal
+from gva_jax.attention.layers import Attention, Projection, RMSNorm, apply_rope, check_tokens, default_positions, normal
 from gva_jax.cache import Cache, init_cache
-from gva_jax.config import check_heads, check_rope_dim, require
+from gva_jax.config import check_heads, check_rope_dim, check_training_implementation, require
 
 
 class LatentAttention(Attention):
@@ -32,6 +32,7 @@ class LatentAttention(Attention):
       rope_base: base of the rotary frequencies.
       q_norm: RMS-normalise queries over d, before the split, with a learned scale.
       implementation: decode kernel, see `gva_jax.kernels`; None picks the device's best.
+      training_implementation: see `gva_jax.attention.dispatch.training_attention`; None picks the device's best.
       dtype, param_dtype: of activations and of parameters.
 
     Raises:
@@ -45,6 +46,7 @@ class LatentAttention(Attention):
     rope_base: float = 10_000.0
     q_norm: bool = False
     implementation: str | None = None
+    training_implementation: str | None = None
     dtype: jnp.dtype = jnp.float32
     param_dtype: jnp.dtype = jnp.float32
 
@@ -55,6 +57,7 @@ class LatentAttention(Attention):
         require(self.rope_dim is not None, "rope_dim", self.rope_dim,
                 "MLA cannot rotate keys read from the latent; give a rotary width, 0 for none")  # fmt: skip
         check_rope_dim(self.rope_dim, self.head_dim)
+        check_training_implementation(self.training_implementation)
         super().__post_init__()
 
     # ---- projections -------------------------------------------------------------------------------------------------
@@ -63,6 +66,7 @@ class LatentAttention(Attention):
     def _project(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]):
         """Queries (B T H n), rotated queries (B T H r), latents (B T c), rotated key (B T r); None where r = 0."""
         H, d, r = self.num_heads, self.head_dim, self.rope_dim
+        check_tokens(x)
         kw = dict(dtype=self.dtype, param_dtype=self.param_dtype)
         q = Projection((H, d), name="query", **kw)(x)
         if self.q_norm:
@@ -100,7 +104,8 @@ class LatentAttention(Attention):
         if q_rope is not None:
             shared = jnp.broadcast_to(k_rope[:, :, None], (*k.shape[:3], self.rope_dim))
             q, k = jnp.concatenate([q, q_rope], axis=-1), jnp.concatenate([k, shared], axis=-1)
-        y = training_attention(q, k, v, segment_ids=segment_ids, scale=self.head_dim**-0.5)
+        how = dict(scale=self.head_dim**-0.5, implementation=self._training())
+        y = training_attention(q, k, v, segment_ids=segment_ids, **how)
         return self._output(y, x.shape[-1])
 
     def init_cache(

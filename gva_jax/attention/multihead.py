@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from gva_jax.attention.dispatch import cached_attention, training_attention
-from gva_jax.attention.layers import Attention, Projection, RMSNorm, apply_rope, default_positions
+from gva_jax.attention.layers import Attention, Projection, RMSNorm, apply_rope, check_tokens, default_positions
 from gva_jax.cache import Cache, init_cache
-from gva_jax.config import check_heads, check_rope_dim
+from gva_jax.config import check_heads, check_rope_dim, check_training_implementation
 
 
 class MultiHeadAttention(Attention):
@@ -25,6 +25,7 @@ class MultiHeadAttention(Attention):
       rope_base: base of the rotary frequencies.
       q_norm, k_norm: RMS-normalise queries, keys over d, before RoPE, with a learned scale.
       implementation: decode kernel, see `gva_jax.kernels`; None picks the device's best.
+      training_implementation: see `gva_jax.attention.dispatch.training_attention`; None picks the device's best.
       dtype, param_dtype: of activations and of parameters.
 
     Raises:
@@ -38,12 +39,14 @@ class MultiHeadAttention(Attention):
     q_norm: bool = False
     k_norm: bool = False
     implementation: str | None = None
+    training_implementation: str | None = None
     dtype: jnp.dtype = jnp.float32
     param_dtype: jnp.dtype = jnp.float32
 
     def __post_init__(self):
         check_heads(self.num_heads, self._groups, self.head_dim)
         check_rope_dim(None, self.head_dim)
+        check_training_implementation(self.training_implementation)
         super().__post_init__()
 
     @property
@@ -55,6 +58,7 @@ class MultiHeadAttention(Attention):
     @nn.compact
     def _project(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]):
         """Rotated queries (B T H d), rotated keys (B T G d), values (B T G d)."""
+        check_tokens(x)
         kw = dict(dtype=self.dtype, param_dtype=self.param_dtype)
         q = Projection((self.num_heads, self.head_dim), name="query", **kw)(x)
         k = Projection((self._groups, self.head_dim), name="key", **kw)(x)
@@ -77,7 +81,8 @@ class MultiHeadAttention(Attention):
     ) -> Float[Array, "B T D"]:
         """Training forward, causal. `segment_ids` keep packed documents apart (negative: padding)."""
         q, k, v = self._project(x, default_positions(x, positions))
-        y = training_attention(q, k, v, segment_ids=segment_ids, scale=self.head_dim**-0.5)
+        how = dict(scale=self.head_dim**-0.5, implementation=self._training())
+        y = training_attention(q, k, v, segment_ids=segment_ids, **how)
         return self._output(y, x.shape[-1])
 
     def init_cache(

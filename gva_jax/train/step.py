@@ -32,6 +32,18 @@ def token_losses(model: Transformer, params, batch: Batch, rngs=None) -> Float[A
     return jnp.where(batch["segment_ids"] > 0, losses, 0)
 
 
+def check_attention(model: Transformer, abstract_state: TrainState, batch_shape: tuple[int, int], mesh: Mesh) -> None:
+    """Traces the loss of one micro-batch (B, T) where training would run.
+
+    Raises:
+      ConfigError: the training attention that the config names cannot run there.
+    """
+    parts = ("inputs", "targets", "segment_ids", "positions")
+    batch = {name: jax.ShapeDtypeStruct(batch_shape, jnp.int32) for name in parts}
+    with jax.set_mesh(mesh):
+        jax.eval_shape(lambda params, batch: token_losses(model, params, batch), abstract_state.params, batch)
+
+
 def make_train_step(
     model: Transformer,
     optimizer: optax.GradientTransformation,

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from variants import VARIANTS, D, inputs, relative, weights
 
-from gva_jax.attention import GroupedValueAttention, gva, training
+from gva_jax.attention import GroupedValueAttention, gva
 from gva_jax.attention.dispatch import in_chunks, training_attention
+from gva_jax.attention.training import chunked
 from gva_jax.cache import CacheOverflow
 from gva_jax.kernels import xla
 
@@ -141,7 +142,7 @@ def plain_attention(q, k, v, segment_ids, scale):
 
 
 # Below, at and above one chunk; the last chunk is not a full one.
-@pytest.mark.parametrize(("T", "segmented"), [(9, True), (training.CHUNK, False), (training.CHUNK + 13, True)])
+@pytest.mark.parametrize(("T", "segmented"), [(9, True), (chunked.CHUNK, False), (chunked.CHUNK + 13, True)])
 def test_training_attention_and_its_written_out_gradient(T, segmented):
     with jax.enable_x64(True):
         q, k, v = inputs(2, T, 6, 5), inputs(2, T, 2, 5, seed=2), inputs(2, T, 2, 3, seed=3)

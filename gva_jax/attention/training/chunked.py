@@ -19,6 +19,25 @@ from gva_jax.compat import wide_dtype
 CHUNK = 512  # queries whose scores are in memory at once
 
 
+def refusal(q, k, v, segment_ids) -> None:
+    """Nothing: it runs anywhere, and XLA splits it over any mesh."""
+
+
+def attention(
+    q: Float[Array, "B T H dk"],
+    k: Float[Array, "B T G dk"],
+    v: Float[Array, "B T G dv"],
+    segment_ids: Int[Array, "B T"] | None,
+    scale: float,
+    interpret: bool = False,
+) -> Float[Array, "B T H dv"]:
+    """See `gva_jax.attention.dispatch.training_attention`."""
+    (B, T, H, dk), G = q.shape, k.shape[2]
+    by_group = q.reshape(B, T, G, H // G, dk).transpose(0, 2, 3, 1, 4)
+    y = grouped_attention(by_group, k.swapaxes(1, 2), v.swapaxes(1, 2), segment_ids, scale)
+    return y.transpose(0, 3, 1, 2, 4).reshape(B, T, H, v.shape[3])
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def grouped_attention(
     q: Float[Array, "B G h T dk"],
@@ -27,7 +46,7 @@ def grouped_attention(
     segment_ids: Int[Array, "B T"] | None,
     scale: float,
 ) -> Float[Array, "B G h T dv"]:
-    """See `gva_jax.attention.dispatch.training_attention`, which brings the axes into this order."""
+    """`attention`, which brings the axes into this order."""
     return _forward(q, k, v, segment_ids, scale)[0]
 
 

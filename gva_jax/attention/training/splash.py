@@ -1,0 +1,73 @@
+"""Training attention on TPUs by JAX's splash attention: tiles stay on the chip, blocks above the diagonal are skipped.
+
+The kernel takes grouped heads (head h reads group h // (H // G)) and values of another width than keys, so absorbed GVA
+runs as it is, keys [v | k_rope] of width d + r and values of width d. It does not scale, and takes whole blocks only.
+
+Letters: B batch, T positions, H query heads, G groups, dk and dv widths of keys and values.
+"""
+
+import functools
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas.ops.tpu import splash_attention as splash
+from jaxtyping import Array, Float, Int
+
+from gva_jax.attention.training.common import pad_tokens, without_padding
+
+LANES = 128
+BLOCK = 512  # positions of queries and of keys a tile, fewer where T is shorter
+
+
+def refusal(q, k, v, segment_ids) -> str | None:
+    dtypes = {str(x.dtype) for x in (q, k, v)}
+    if dtypes not in ({"bfloat16"}, {"float32"}):
+        return f"q, k and v are {', '.join(sorted(dtypes))}: must all be bfloat16 or all float32"
+    return None
+
+
+def attention(
+    q: Float[Array, "B T H dk"],
+    k: Float[Array, "B T G dk"],
+    v: Float[Array, "B T G dv"],
+    segment_ids: Int[Array, "B T"] | None,
+    scale: float,
+    interpret: bool = False,
+) -> Float[Array, "B T H dv"]:
+    """See `gva_jax.attention.dispatch.training_attention`."""
+    T, ids = q.shape[1], segment_ids
+    block = min(BLOCK, -(-T // LANES) * LANES)
+    size = -(-T // block) * block
+    q = (q.astype(jnp.float32) * scale).astype(q.dtype)
+    q, k, v, ids = pad_tokens(size, q, k, v, ids)
+    kernel = _kernel(size, q.shape[2], block, interpret)
+    ids = None if ids is None else splash.SegmentIds(q=ids, kv=ids)
+    y = jax.vmap(kernel)(*(x.swapaxes(1, 2) for x in (q, k, v)), ids)
+    return without_padding(y.swapaxes(1, 2)[:, :T], segment_ids)
+
+
+@functools.cache
+def _kernel(size: int, heads: int, block: int, interpret: bool):
+    """The kernel of a sequence length. How its blocks lie to the diagonal is found on the host, in time that grows with
+    T squared (half a second at 4,096 positions): once, not at every trace.
+    """
+
+    def make():
+        kernel = splash.make_splash_mha(
+            splash.MultiHeadMask([splash.CausalMask((size, size))] * heads),
+            # Of the two backward passes not the fused one: it keeps dq once a block of keys.
+            block_sizes=splash.BlockSizes(
+                block_q=block, block_kv=block, block_q_dkv=block, block_kv_dkv=block, block_q_dq=block,
+                block_kv_dq=block,
+            ),
+            head_shards=1,
+            q_seq_shards=1,
+            interpret=interpret,
+        )  # fmt: skip
+        return jax.tree.map(np.asarray, kernel)
+
+    # In a thread of its own no trace is active, so that what is kept are arrays, not one trace's tracers.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(make).result()
