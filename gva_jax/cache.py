@@ -2,12 +2,13 @@
 
 Letters: B batch, T new tokens, S capacity, G value groups, d value width, r rotary width.
 
-    tokens_major (CPU, GPU)   values (B, G, S, d)   rope_keys (B, S, r)   keys (B, G, S, dk)
-    tokens_minor (TPU)        values (B, G, d, S)   rope_keys (B, r, S)   keys (B, G, dk, S)
+    tokens_minor (TPU, CPU)   values (B, G, d, S)   rope_keys (B, r, S)   keys (B, G, dk, S)
+    tokens_major (GPU)        values (B, G, S, d)   rope_keys (B, S, r)   keys (B, G, S, dk)
 
 Scales of an eight-bit cache are (B, G, S) in both. Paged, pages replace B and the page size replaces S, and a page
 table (B, N) lists each row's pages. The layouts differ only in the arrays' last two axes. On TPU a minor axis of 64 or
-16 would be padded to 128 lanes, and a row-major cache is copied whole at every step; tokens on the lanes cost neither.
+16 would be padded to 128 lanes, and a row-major cache is copied whole at every step; tokens on the lanes cost neither,
+and on CPUs the products over them take about two thirds of the time.
 """
 
 import dataclasses
@@ -196,7 +197,7 @@ def init_cache(
     Raises:
       ValueError: an unknown layout, sizes below 1, a page table that does not hold `max_length` tokens a row.
     """
-    layout = layout or ("tokens_minor" if target_platform() == "tpu" else "tokens_major")
+    layout = layout or ("tokens_major" if target_platform() == "gpu" else "tokens_minor")
     if layout not in LAYOUTS:
         raise ValueError(f"layout = {layout!r}: must be one of {', '.join(LAYOUTS)}, or None for the device's own")
     if batch < 1 or max_length < 1:

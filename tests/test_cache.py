@@ -114,7 +114,7 @@ def test_mistakes_are_refused():
 
 def test_the_layout_is_the_targets():
     layout = lambda: jax.eval_shape(lambda: init_cache(1, 1, groups=1, value_dim=1)).layout
-    assert layout() == "tokens_major"  # a CPU
+    assert layout() == "tokens_minor"  # a CPU
     for name, platform, right in (("TPU v5 lite", "tpu", "tokens_minor"), ("NVIDIA H200", "cuda", "tokens_major")):
         device = AbstractDevice(name, 1, platform)
         with use_abstract_mesh(AbstractMesh((1,), ("data",), abstract_device=device)):
