@@ -1,9 +1,13 @@
 """`gva bench decode`: what a step costs, counted by hand, and what the command prints."""
 
+import dataclasses
 import json
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+from gva_jax.bench import decode
 from gva_jax.bench.chips import CHIPS
 from gva_jax.bench.decode import DecodeShape, measure, roofline
 from gva_jax.cli import main
@@ -37,6 +41,12 @@ def test_measures_every_family_with_every_implementation():
         assert m.seconds > 0 and m.bytes_per_second == pytest.approx(m.nbytes / m.seconds)
     assert {m.family: m.nbytes for m in found}["gva"] == 2 * 256 * (2 * 16 + 4) * 2
     assert [m.time_ratio_to_gqa for m in found if m.family == "gqa"] == [1.0, 1.0]
+
+
+def test_the_einsum_to_compare_with_computes_the_same():
+    steps = [decode._step(dataclasses.replace(SMALL, dtype="float32"), "gva", name) for name in ("einsum", "xla")]
+    (a,), (b, _) = (jax.tree.leaves(step()) for step in steps)
+    assert jnp.abs(a - b).max() < 1e-5 < jnp.abs(a).max()
 
 
 def test_the_command(capsys):

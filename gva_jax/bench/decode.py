@@ -27,6 +27,7 @@ from gva_jax.kernels import decode_attention
 from gva_jax.kernels.api import IMPLEMENTATIONS
 from gva_jax.options import parse
 
+EINSUM = "einsum"
 COPY_BYTES = 256 * 2**20
 
 
@@ -34,7 +35,8 @@ COPY_BYTES = 256 * 2**20
 class DecodeOptions(DecodeShape):
     """The options of `gva bench decode`."""
 
-    # Implementation to measure; repeat it for several. Default: the device's best.
+    # Implementation to measure; repeat it for several. Default: the device's best. `einsum` is what one would write
+    # without a kernel: scores, softmax and output over a cache as projections leave it, (B, S, G, d).
     implementation: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     # Interleaved rounds; medians over them are reported.
     rounds: int = 20
@@ -47,7 +49,8 @@ class DecodeOptions(DecodeShape):
         super().__post_init__()
         require(self.rounds >= 1, "rounds", self.rounds, "must be 1 or more")
         for name in self.implementation:
-            require(name in IMPLEMENTATIONS, "implementation", name, f"must be one of {', '.join(IMPLEMENTATIONS)}")
+            known = (*IMPLEMENTATIONS, EINSUM)
+            require(name in known, "implementation", name, f"must be one of {', '.join(known)}")
 
 
 def main(args: list[str], description: str) -> None:
@@ -158,9 +161,29 @@ def _step(shape: DecodeShape, family: str, implementation: str | None) -> Callab
         "q_rope": jax.random.normal(next(keys), (B, 1, H, r), dtype) if r else None,
         "lengths": jnp.full((B,), shape.context, jnp.int32),
     }
-    options = dict(scale=shape.head_dim**-0.5, layout=cache.layout, implementation=implementation)
-    run = jax.jit(lambda args: decode_attention(**args, **options))
+    scale = shape.head_dim**-0.5
+    if implementation == EINSUM:
+        lanes = ("values", "keys", "rope_keys") if cache.layout == "tokens_minor" else ()
+        turn = lambda name, x: x.swapaxes(-1, -2) if name in lanes and x is not None else x
+        args = {name: turn(name, x) for name, x in args.items()}
+        args |= {name: args[name].swapaxes(1, 2) for name in ("values", "keys") if args[name] is not None}
+        run = jax.jit(lambda args: _einsum(**args, scale=scale))
+    else:
+        options = dict(scale=scale, layout=cache.layout, implementation=implementation)
+        run = jax.jit(lambda args: decode_attention(**args, **options))
     return lambda: jax.block_until_ready(run(args))
+
+
+def _einsum(q, values, keys, rope_keys, q_rope, lengths, scale):
+    """values (B, S, G, dv), keys (B, S, G, dk) or None, rope_keys (B, S, r) or None; softmax in float32."""
+    (B, _, H, _), (_, S, G, _) = q.shape, values.shape
+    group = lambda x: x.reshape(B, G, H // G, -1)
+    s = jnp.einsum("BGhd,BSGd->BGhS", group(q), values if keys is None else keys)
+    if q_rope is not None:
+        s = s + jnp.einsum("BGhr,BSr->BGhS", group(q_rope), rope_keys)
+    live = jnp.arange(S) < lengths[:, None, None, None]
+    p = jax.nn.softmax(jnp.where(live, s.astype(jnp.float32) * scale, -jnp.inf))
+    return jnp.einsum("BGhS,BSGd->BGhd", p.astype(q.dtype), values).reshape(B, 1, H, -1)
 
 
 def _copy() -> Callable[[], None]:
