@@ -38,10 +38,13 @@ def multiprocessors() -> int:
 def compute_capability() -> tuple[int, int] | None:
     """Of the GPU that computations are meant for: (9, 0) for an H100. None where it is no NVIDIA GPU, or not known.
 
-    An abstract device tells it in an attribute `compute_capability`, "9.0", which a subclass of JAX's can have. Mosaic
-    GPU reads the same one.
+    JAX's abstract devices do not tell it, but a subclass can, in an attribute `compute_capability`, "9.0"; and so does
+    a GPU of that kind where the machine has one. Mosaic GPU looks in the same places.
     """
-    major, dot, minor = str(getattr(_target_device(), "compute_capability", "")).partition(".")
+    device, real = _target_device(), jax.devices()[0]
+    if device.device_kind == real.device_kind:
+        device = real
+    major, dot, minor = str(getattr(device, "compute_capability", "")).partition(".")
     return (int(major), int(minor)) if dot and major.isdigit() and minor.isdigit() else None
 
 

@@ -7,7 +7,7 @@ import jax
 from jaxtyping import Array, Float, Int, Num
 
 from gva_jax.cache import LAYOUTS
-from gva_jax.compat import target_platform
+from gva_jax.compat import compute_capability, target_platform
 
 # Name -> module with a `decode_attention` of the same arguments, imported when it is first used.
 IMPLEMENTATIONS = {
@@ -15,6 +15,7 @@ IMPLEMENTATIONS = {
     "xla": "gva_jax.kernels.xla",
     "pallas_tpu": "gva_jax.kernels.pallas_tpu",
     "pallas_triton": "gva_jax.kernels.pallas_triton",
+    "pallas_mosaic_gpu": "gva_jax.kernels.pallas_mosaic_gpu",
 }
 
 
@@ -104,12 +105,14 @@ def decode_attention(
 
 
 def _best(q, values, keys, rope_keys, layout: str) -> str:
-    name = {"tpu": "pallas_tpu", "gpu": "pallas_triton"}.get(target_platform(), "xla")
-    if name != "xla":
+    names = {"tpu": ("pallas_tpu",), "gpu": ("pallas_triton",)}.get(target_platform(), ())
+    if (compute_capability() or (0, 0))[0] in (9, 10):  # data-centre cards; on others Triton's compiler is better tried
+        names = ("pallas_mosaic_gpu", *names)
+    for name in names:
         module = importlib.import_module(IMPLEMENTATIONS[name])
-        if module.refusal(q, values, keys=keys, rope_keys=rope_keys, layout=layout) is not None:
-            return "xla"
-    return name
+        if module.refusal(q, values, keys=keys, rope_keys=rope_keys, layout=layout) is None:
+            return name
+    return "xla"
 
 
 @jax.custom_jvp
@@ -131,6 +134,9 @@ def _check_shapes(q, values, keys, q_rope, rope_keys, lengths, q_lengths, sinks,
     pick = lambda S, width: (S, width) if layout == "tokens_major" else (width, S)
     S, _ = pick(*values.shape[2:])
     _, key_width = pick(*(values if keys is None else keys).shape[2:])
+    for name, size in (("rows", B), ("query tokens", T), ("cached tokens", S)):
+        if size < 1:
+            raise ValueError(f"{name} = {size} in q {q.shape}, values {values.shape}: must be 1 or more")
     if d != key_width:
         raise ValueError(f"q has width {d}, its keys {key_width}: an absorbed query has the values' width")
     if H % G:

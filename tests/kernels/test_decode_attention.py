@@ -19,6 +19,7 @@ from cases import (
     F64,
     LENGTHS,
     NAMED,
+    Q_LENGTHS,
     TOLERANCE,
     B,
     Case,
@@ -65,13 +66,18 @@ def unchecked():
 
 
 def test_equals_brute_force(cover, implementation):
+    """Whatever lies in dead slots and pages, to the bit, and every time."""
     dtype = COMPUTES_IN.get(implementation, F32)
-    operands = make(cover, dtype)
-    run = run_for(implementation, cover, dtype)
-    found = run(operands)
+    run, rows = run_for(implementation, cover, dtype), slice(None)
+    slow = implementation == "pallas_mosaic_gpu"
+    if slow:  # its interpreter takes seconds a row: four of the rows, others in other cases
+        rows = (cover.H + cover.d + cover.T + 3 * np.arange(4)) % len(LENGTHS)
+    operands = make(cover, dtype, LENGTHS[rows], Q_LENGTHS[rows])
+    found = run(poisoned(operands))
     assert_close(found, brute_force(cover, **operands), dtype)
-    assert_same_bits(found, run(operands))
-    assert_same_bits(found, run(poisoned(operands)))  # whatever lies in dead slots and pages
+    if not slow:
+        assert_same_bits(found, run(operands))
+        assert_same_bits(found, run(poisoned(operands)))
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"], indirect=True)
@@ -115,7 +121,8 @@ def test_logits_far_below_zero(implementation):
     unit = np.spacing(np.float32(1e5 / scale)) * scale  # what one logit can be rounded by
     assert error(out, truth) < max(unit, TOLERANCE[dtype][0])
     assert error(lse, lse_truth) * 1e5 < 2 * unit
-    assert rms_error(out, truth) < 2e-3
+    # Beside it a bfloat16 output, rounded to 8 bits, is off by up to 2^-9 of each entry.
+    assert rms_error(out, truth) < 2e-3 + (2**-9 if dtype == BF16 else 0)
 
 
 def test_nothing_is_widened_where_x64_is_on(implementation):
@@ -210,6 +217,8 @@ def test_the_default_implementation_in_blocks_of_its_own():
         ({"value_scales": (2, 1, 40)}, r"value_scales has shape \(2, 1, 40\), must be \(2, 2, 40\)"),
         ({"page_table": jnp.zeros((3, 1), jnp.int32)}, r"page_table has shape \(3, 1\), must be \(2, N\)"),
         ({"q": (2, 3, 4, 6)}, "q has width 6, its keys 8: an absorbed query has the values' width"),
+        ({"q": (2, 0, 4, 8), "q_rope": (2, 0, 4, 4)}, r"query tokens = 0 in q \(2, 0, 4, 8\), values .*: must be 1 or"),
+        ({"values": (2, 2, 0, 8), "rope_keys": (2, 0, 4)}, "cached tokens = 0 in q"),
         ({"keys": (2, 2, 40, 12)}, "q has width 8, its keys 12"),
         ({"q": (2, 3, 5, 8), "q_rope": (2, 3, 5, 4)}, "q has 5 heads, values have 2 groups: groups must divide heads"),
         ({"values": (1, 2, 40, 8)}, r"values has shape \(1, 2, 40, 8\), must be \(2, 2, 40, 8\)"),
