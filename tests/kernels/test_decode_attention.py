@@ -5,6 +5,7 @@ By default a pairwise cover of the corners; `--every-shape` runs the full produc
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -187,6 +188,21 @@ def test_a_constant_output_or_a_missing_mask_exceeds_every_tolerance(cover):
     seen = np.isfinite(lse)
     assert np.abs(unmasked[seen] - out[seen]).max() > 1e-2 * np.abs(out).max()
     assert np.abs(lse_unmasked[seen] - lse[seen]).max() > 1e-3
+
+
+@pytest.mark.parametrize("keys", [None, 96])
+@pytest.mark.parametrize("layout", ["tokens_major", "tokens_minor"])
+def test_xla_reads_each_block_of_the_cache_once(keys, layout):
+    """One slice of each operand, in the loop's body: of the values too, which are keys at the same time."""
+    case = Case(6, 2, r=16, keys=keys, layout=layout)
+    run = run_for("xla", case)
+    operands = run.prepare(make(case, F32))
+    names = [name for name in ("values", "keys", "rope_keys") if operands[name] is not None]
+    operands = {name: x for name, x in operands.items() if x is not None}
+    text = run.jitted.lower(operands).as_text()
+    for name in names:
+        type_ = "x".join(map(str, operands[name].shape)) + "xf32"
+        assert len(re.findall(rf"stablehlo.dynamic_slice .*tensor<{type_}>", text)) == 1, name
 
 
 # ---- the default -----------------------------------------------------------------------------------------------------

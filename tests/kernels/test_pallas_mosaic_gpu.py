@@ -5,6 +5,7 @@ used again, which card gets which kernel, and what is refused. It is compiled in
 import functools
 import re
 import types
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -84,6 +85,29 @@ def test_dead_blocks_are_not_read(monkeypatch):
     assert_same_bits(clean, run(case, nan(~read)))
     out, _ = run(case, nan(read & (token >= length)))
     np.testing.assert_array_equal(np.isnan(out.astype(np.float32)).any((1, 2, 3)), (read & (token >= length)).any(1))
+
+
+@new_jax
+@pytest.mark.parametrize(("keys", "stored"), [(None, None), (80, None), (None, "int8")])
+def test_each_block_is_copied_once(keys, stored, monkeypatch):
+    """Of each stream, in a step of the loop and ahead of it: of the values too, which are keys at the same time."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    case, copy, seen = Case(8, 2, d=128, r=32, keys=keys, stored=stored), plgpu.copy_gmem_to_smem, Counter()
+    widths = {128: "values", 80: "keys", 32: "rope_keys"}
+
+    def counted(source, target, barrier):
+        if source.shape[0] in (64, 128) and len(source.shape) == 2:
+            seen[widths[source.shape[1]]] += 1
+        elif len(source.shape) == 1:
+            seen["scales"] += 1
+        copy(source, target, barrier)
+
+    monkeypatch.setattr(plgpu, "copy_gmem_to_smem", counted)
+    operands = make(case, BF16, tokens=256, lengths=np.array([200]), q_lengths=np.array([1]))
+    run(case, operands)
+    streams = {"values", "rope_keys"} | ({"keys"} if keys else set()) | ({"scales"} if stored else set())
+    assert seen == dict.fromkeys(streams, planning.STAGES + 1)  # those ahead of the loop, and the one in it
 
 
 @new_jax
