@@ -1,7 +1,7 @@
 """The decode kernels compiled for accelerators that are not here: no copy of a cache, no spilled registers, and what
 the compilers say of them.
 
-`python test_decode_kernels.py` (with tests/kernels on the path) prints the table of docs/results/compiled_kernels.md,
+`python test_decode_kernels.py` (with tests/kernels on the path) prints the tables of docs/results/compiled_kernels.md,
 `python test_decode_kernels.py v5e pallas_tpu` a line of JSON a case.
 """
 
@@ -27,22 +27,22 @@ GVA, MLA = {"r": 16}, {"G": 1, "d": 512, "r": 64}
 ALL = dict(T=4, window=999, softcap=30.0, sinks=True, page=256)
 # Name -> (case, batch, tokens, dtype): all widths, long contexts, large batches, large page tables.
 CASES = {
-    "GVA": (Case(16, 4, **GVA), 8, 1 << 13, "bfloat16"),
+    "GVA": (Case(16, 4, **GVA), 8, 1 << 15, "bfloat16"),
     "GVA, batch 256, 128k, pages": (Case(8, 2, **GVA, page=128), 256, 1 << 17, "bfloat16"),
-    "GVA, 4 queries": (Case(16, 4, **GVA, T=4), 8, 1 << 13, "bfloat16"),
+    "GVA, 4 queries": (Case(16, 4, **GVA, T=4), 8, 1 << 15, "bfloat16"),
     "GVA, 16 queries, window, softcap, sinks": (
-        Case(16, 4, **GVA, T=16, window=4096, softcap=20.0, sinks=True), 8, 1 << 13, "bfloat16",
+        Case(16, 4, **GVA, T=16, window=4096, softcap=20.0, sinks=True), 8, 1 << 15, "bfloat16",
     ),
-    "GVA, int8": (Case(16, 4, **GVA, stored="int8"), 8, 1 << 13, "bfloat16"),
-    "GVA, e4m3": (Case(16, 4, **GVA, stored="float8_e4m3fn"), 8, 1 << 13, "bfloat16"),
-    "GQA": (Case(16, 4, keys=64), 8, 1 << 13, "bfloat16"),
+    "GVA, int8": (Case(16, 4, **GVA, stored="int8"), 8, 1 << 15, "bfloat16"),
+    "GVA, e4m3": (Case(16, 4, **GVA, stored="float8_e4m3fn"), 8, 1 << 15, "bfloat16"),
+    "GQA": (Case(16, 4, keys=64), 8, 1 << 15, "bfloat16"),
     "GQA, d 128": (Case(56, 8, d=128, keys=128), 8, 1 << 15, "bfloat16"),
-    "MLA, 16 heads": (Case(16, **MLA), 8, 1 << 13, "bfloat16"),
-    "MLA, 128 heads": (Case(128, **MLA), 4, 1 << 15, "bfloat16"),
-    "d 80, H/G 3": (Case(12, 4, d=80, r=24), 4, 1 << 13, "bfloat16"),
-    "d 96, H/G 12, all options, e5m2": (Case(48, 4, d=96, keys=80, r=32, stored="float8_e5m2", **ALL), 8, 1 << 13,
+    "MLA, 16 heads": (Case(16, **MLA), 8, 1 << 15, "bfloat16"),
+    "MLA, 128 heads": (Case(128, **MLA), 8, 1 << 15, "bfloat16"),
+    "d 80, H/G 3": (Case(12, 4, d=80, r=24), 4, 1 << 15, "bfloat16"),
+    "d 96, H/G 12, all options, e5m2": (Case(48, 4, d=96, keys=80, r=32, stored="float8_e5m2", **ALL), 8, 1 << 15,
                                         "bfloat16"),
-    "GVA, float32": (Case(16, 4, **GVA), 8, 1 << 13, "float32"),
+    "GVA, float32": (Case(16, 4, **GVA), 8, 1 << 15, "float32"),
 }  # fmt: skip
 RUNS = [(target, "pallas_tpu") for target in targets.TPUS]
 RUNS += [(target, "pallas_triton") for target in ("a100", "h100", "b200")]
@@ -156,8 +156,7 @@ def test_compiles(target, kernel, tmp_path):
             assert re.search("takes .* bytes of shared memory: must be at most", case["refused"]), case
             continue
         assert case["calls"] and not case["made"], (name, case)
-        # Partial results only, no copy of a cache.
-        assert case["temporaries"] < max(0.02 * case["cache"], (4 if kernel == "pallas_tpu" else 20) << 20), case
+        assert case["temporaries"] < case["cache"] / 8, (name, case)  # partial results, no copy of a cache
         if target in targets.CARDS:
             # Earlier Triton spills a few registers ahead of the loop for Blackwell. The A100 stands for all cards of
             # compute capability 8, of which most have less shared memory than it.
@@ -166,30 +165,46 @@ def test_compiles(target, kernel, tmp_path):
             assert case["shared"] <= limit and not case["warnings"], (name, case)
 
 
-def table() -> str:
-    """Of all that can be compiled here."""
-    lines = [
-        "| case | target | kernel | cache, MB | temporaries, MB | registers | spilled, bytes | shared memory, bytes |"
-    ]
-    lines.append("|---|---|---|---|---|---|---|---|")
+def compiled_here() -> dict[tuple[str, str], dict]:
+    """By target and kernel: `results`, of all that can be compiled here."""
+    found = {}
     for target, kernel in RUNS:
-        if why := absent(target, kernel):
-            lines.append(f"| {why} | {target} | {kernel} | | | | | |")
-            continue
-        print(target, kernel, file=sys.stderr)
-        with tempfile.TemporaryDirectory() as folder:
-            for name, case in results(target, kernel, Path(folder)).items():
-                if why := case.get("refused"):
-                    lines.append(f"| {name}: refused, {why} | {target} | {kernel} | | | | | |")
-                    continue
-                figures = [f"{case['cache'] / 1e6:,.0f}", f"{case['temporaries'] / 1e6:.1f}"]
-                figures += [str(case.get(key, "")) for key in ("registers", "spilled", "shared")]
-                lines.append(f"| {name} | {target} | {kernel} | " + " | ".join(figures) + " |")
+        if (why := absent(target, kernel)) is None:
+            print(target, kernel, file=sys.stderr)
+            with tempfile.TemporaryDirectory() as folder:
+                found[target, kernel] = results(target, kernel, Path(folder))
+        else:
+            print(target, kernel, why, file=sys.stderr)
+    return found
+
+
+def tables(found: dict[tuple[str, str], dict]) -> str:
+    """Markdown: what a TPU's program allocates, and what assemblers say of GPUs' kernels."""
+    lines = []
+    for title, of_gpus in (("TPUs: MB of temporaries", False), ("GPUs: registers, KiB of shared memory", True)):
+        runs = [run for run in found if (run[0] in targets.CARDS) == of_gpus]
+        names = list(dict.fromkeys(name for run in runs for name in found[run]))
+        head = [f"{target} {kernel.removeprefix('pallas_')}" for target, kernel in runs]
+        lines += [f"## {title}", "", f"| case | cache, MB | {' | '.join(head)} |", "|---" * (len(runs) + 2) + "|"]
+        for name in names:
+            row = [found[run].get(name, {}) for run in runs]
+            cache = next(case["cache"] for case in row if "cache" in case)
+            lines.append(f"| {name} | {cache / 1e6:,.0f} | {' | '.join(_cell(case) for case in row)} |")
+        lines.append("")
     return "\n".join(lines)
+
+
+def _cell(case: dict) -> str:
+    if "refused" in case:
+        return "refused"
+    if "registers" not in case:
+        return f"{case['temporaries'] / 1e6:.1f}" if case else ""
+    spilled = f", spills {case['spilled']} B" if case["spilled"] else ""
+    return f"{case['registers']}, {case['shared'] / 1024:.0f}{spilled}"
 
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
         compile_all(sys.argv[1], sys.argv[2], Path(sys.argv[3]) if len(sys.argv) > 3 else Path(tempfile.mkdtemp()))
     else:
-        print(table())
+        print(tables(compiled_here()))
