@@ -87,6 +87,40 @@ def train(args: list[str]) -> int:
     return 0 if result.stopped_by is None else 128 + result.stopped_by
 
 
+def prepare(args: list[str]) -> None:
+    """Tokenise text into a folder of shards: `gva prepare SOURCE --out DIR`.
+
+    SOURCE is one of docstrings (of the installed packages; docstrings:NAME,NAME of some), text:GLOB, jsonl:GLOB,
+    parquet:GLOB (quote the pattern; .gz, .bz2, .xz and .zst files of text and of JSON lines too),
+    tfds:NAME[/CONFIG]:SPLIT, and hf:NAME[/CONFIG]:SPLIT, which streams from the Hugging Face hub or reads a folder.
+
+    Memory stays the same however much text there is. A document's hash decides whether it is for training, for
+    development or held out. A preparation that was killed continues when the same command is given again, to the same
+    bytes; one that is complete is checked. To train on it: gva train CONFIG --data.source prepared:DIR
+    """
+    from gva_jax.options import PrepareOptions, parse
+
+    options = parse(PrepareOptions, args, "gva prepare", _description(prepare))
+    from pathlib import Path
+
+    from gva_jax.data.prepare import Recipe, make
+    from gva_jax.display import Display
+
+    display = Display()
+    recipe = Recipe(
+        source=options.source,
+        text_field=options.text_field,
+        tokenizer=options.tokenizer,
+        vocab_size=options.vocab_size,
+        max_bytes=options.max_bytes,
+        holdout=options.holdout,
+        shard_bytes=round(options.shard_megabytes * 1_000_000),
+    )
+    corpus = make(recipe, Path(options.out), display, verify=True)
+    display.say(f"to train: gva train CONFIG --data.source prepared:{corpus.folder} --model.vocab_size "
+                f"{corpus.tokenizer.vocab_size}")  # fmt: skip
+
+
 def generate(args: list[str]) -> None:
     """Continue prompts from the value cache of a trained run.
 
@@ -139,4 +173,4 @@ def bench(args: list[str]) -> None:
     decode.main(args, _description(bench))
 
 
-COMMANDS = {"train": train, "generate": generate, "info": info, "bench": bench}
+COMMANDS = {"train": train, "prepare": prepare, "generate": generate, "info": info, "bench": bench}

@@ -66,6 +66,34 @@ class GenerateOptions:
         require(self.cache_dtype in known, "cache_dtype", self.cache_dtype, f"must be one of {', '.join(known[1:])}")
 
 
+@dataclass(frozen=True)
+class PrepareOptions:
+    # Where the text comes from, see above.
+    source: tyro.conf.PositionalMetavarFromFieldName[tyro.conf.Positional[str]]
+    # Folder that the corpus gets. It appears when all is done; until then OUT.partial holds what there is.
+    out: str
+    # A tokenizer's JSON file (of Hugging Face tokenizers; any that has an end-of-text token). None: train one.
+    tokenizer: str | None = None
+    # Size of the vocabulary that is trained, end of text included.
+    vocab_size: int = 8192
+    # Field of a record that holds the text (jsonl, parquet, tfds, hf).
+    text_field: str = "text"
+    # Use at most this many bytes of text (whole documents, the first ones). None: all.
+    max_bytes: int | None = None
+    # Share of the documents in each of the development and the held-out split.
+    holdout: float = 0.02
+    # Megabytes of text in a shard: what is lost, at most, when the preparation is killed.
+    shard_megabytes: float = 256
+
+    def __post_init__(self):
+        require(bool(self.out), "out", self.out, "must be the name of a folder")
+        require(self.vocab_size >= 1, "vocab_size", self.vocab_size, "must be 1 or more")
+        require(self.max_bytes is None or self.max_bytes >= 1, "max_bytes", self.max_bytes, "must be 1 or more")
+        require(0 < self.holdout < 0.5, "holdout", self.holdout, "must lie between 0 and 0.5")
+        positive = self.shard_megabytes * 1_000_000 >= 1
+        require(positive, "shard_megabytes", self.shard_megabytes, "must be above 0")
+
+
 def parse(options: type, args: list[str], prog: str, description: str, default: Any = None) -> Any:
     """An instance of the dataclass `options` from command-line arguments. `--help` prints and raises SystemExit."""
     _check_names(args, option_names(options))

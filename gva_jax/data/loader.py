@@ -4,7 +4,6 @@ A document with tokens t1..tn is the sequence eot t1..tn eot: the inputs are all
 its first. So the end-of-text id begins and ends a document, and every token (and one end of text) is a target once.
 """
 
-import functools
 import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -13,8 +12,7 @@ import numpy as np
 
 from gva_jax.config import DataConfig, require
 from gva_jax.data import needs_extra
-from gva_jax.data.prepare import Corpus
-from gva_jax.data.tokenizer import Tokenizer
+from gva_jax.data.corpus import Corpus
 
 if TYPE_CHECKING:
     import grain
@@ -38,21 +36,23 @@ def train_iterator(
 
     With `layout="packed"` a document that does not fit goes on in the next sequence, as a segment of its own. With
     `layout="windows"` sequences are contiguous windows over the shuffled documents, blind to where these end. No
-    sequence is padded. Each process reads its own share of the documents, another share in every epoch.
+    sequence is padded.
 
-    `get_state()` is a small JSON-able dictionary; `set_state` on a fresh iterator goes on with exactly the next batch.
+    Batches do not depend on the number of processes: each process packs all documents, which is far cheaper than
+    training on them, and keeps its rows.
+
+    `get_state()` is a small JSON-able dictionary, the same in every process; `set_state` on a fresh iterator, also one
+    of another number of processes, goes on with exactly the next batch.
 
     Raises:
-        ConfigError: the processes do not divide the batch, outnumber the documents, or the seed is out of range.
+        ConfigError: the processes do not divide the batch, or the seed is out of range.
     """
-    rows = _rows(data, process_count)
+    mine = _rows(data, process_index, process_count)
     require(0 <= data.seed < 2**32, "data.seed", data.seed, "must be at least 0 and below 2**32")
-    fewest = f"its {corpus.splits['train'].documents} train documents are fewer than the {process_count} processes"
-    require(corpus.splits["train"].documents >= process_count, "data.source", data.source, fewest)
     grain = needs_extra("grain")
     source = corpus.source("train")
-    order = grain.MapDataset.range(len(source)).seed(data.seed).shuffle()[process_index::process_count].repeat()
-    batches = _batches(source, order, data, rows)
+    order = grain.MapDataset.range(len(source)).seed(data.seed).shuffle().repeat()
+    batches = _batches(source, order, data, corpus.tokenizer.eot_id, mine)
     return iter(grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=_BATCHES_AHEAD))
 
 
@@ -68,39 +68,43 @@ def evaluation_batches(
     Raises:
         ConfigError: the processes do not divide the batch.
     """
-    rows = _rows(data, process_count)
+    mine = _rows(data, process_index, process_count)
     source = corpus.source(split)
     order = needs_extra("grain").MapDataset.range(len(source))
-    batches = _batches(source, order, data, data.batch_size)
-    mine = slice(process_index * rows, (process_index + 1) * rows)
-    return batches.map(lambda batch: {name: array[mine] for name, array in batch.items()})
+    return _batches(source, order, data, corpus.tokenizer.eot_id, mine)
 
 
-def _rows(data: DataConfig, process_count: int) -> int:
-    """Sequences of a batch that one process holds."""
+def _rows(data: DataConfig, process_index: int, process_count: int) -> slice:
+    """The sequences of a batch that one process holds."""
     right = f"must be a multiple of the {process_count} processes"
     require(data.batch_size % process_count == 0, "data.batch_size", data.batch_size, right)
-    return data.batch_size // process_count
+    count = data.batch_size // process_count
+    return slice(process_index * count, (process_index + 1) * count)
 
 
-def _batches(source: Sequence, order: "grain.MapDataset", data: DataConfig, rows: int) -> "grain.IterDataset":
-    """Concatenate the documents of `source`, in this order of their indices, and cut the stream into batches.
+def _batches(
+    source: Sequence, order: "grain.MapDataset", data: DataConfig, eot_id: int, mine: slice
+) -> "grain.IterDataset":
+    """Concatenate the documents of `source`, in this order of their indices, cut the stream into batches, keep `mine`.
 
     Grain's rebatching does the cutting, and not its ConcatThenSplit: that one's state does not survive JSON (a tuple
     that comes back as a list is taken for a remainder: grain 0.2.18 then skips documents), and it is slower.
     """
     grain = needs_extra("grain")
-    chunks = order.batch(_CHUNK).map(lambda indices: _concatenate(source.__getitems__(indices.tolist())))
+    chunks = order.batch(_CHUNK).map(lambda indices: _concatenate(source.__getitems__(indices.tolist()), eot_id))
     # No threads for reading: it is cheaper than handing the result over, and the batches are made ahead as it is.
     stream = chunks.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
-    batches = grain.experimental.RebatchIterDataset(stream, rows * data.context_length)
-    return batches.map(functools.partial(_lay_out, shape=(rows, data.context_length), layout=data.layout))
+    batches = grain.experimental.RebatchIterDataset(stream, data.batch_size * data.context_length)
+    shape = (mine.stop - mine.start, data.context_length)
+    first, after = mine.start * data.context_length, mine.stop * data.context_length
+    # A row is laid out by what it holds alone, so that the others need not be.
+    return batches.map(lambda stream: _lay_out(stream[first:after], shape, data.layout))
 
 
-def _concatenate(documents: Sequence[dict[str, np.ndarray]]) -> np.ndarray:
+def _concatenate(documents: Sequence[dict[str, np.ndarray]], eot_id: int) -> np.ndarray:
     """The sequences of some documents on end, (n, 3): input, target, and 1 where a document begins."""
     lengths = [len(document["tokens"]) + 1 for document in documents]
-    stream = np.full((sum(lengths), 3), Tokenizer.eot_id, dtype=np.int32)
+    stream = np.full((sum(lengths), 3), eot_id, dtype=np.int32)
     stream[:, 2] = 0
     start = 0
     for document, length in zip(documents, lengths, strict=True):

@@ -23,9 +23,9 @@ from gva_jax.data.tokenizer import Tokenizer
 from gva_jax.model import Transformer
 from gva_jax.train.state import TrainState
 
-# What may change between the parts of one run: where things lie, how often one looks, what is sampled.
-FREE_FIELDS = ("runs", "sample.", "mesh.", "data.directory", "train.log_every", "train.eval_", "train.checkpoint_every",
-               "train.keep")  # fmt: skip
+# What may change between the parts of one run: where things lie, what computes, how often one looks, what is sampled.
+FREE_FIELDS = ("runs", "sample.", "mesh.", "model.attention.training_implementation", "data.directory",
+               "train.log_every", "train.eval_", "train.checkpoint_every", "train.keep")  # fmt: skip
 
 
 class RunFolder:
@@ -111,23 +111,34 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def save(self, state: TrainState, iterator) -> None:
-        """Write in the background, under the state's step; `iterator` is the Grain iterator that feeds the run."""
-        grain, save = needs_extra("grain"), self._ocp.args.StandardSave
+        """Write in the background, under the state's step; `iterator` is the Grain iterator that feeds the run.
+
+        Its state is the same in every process and one of them writes it, so that others, however many, can go on.
+        """
+        save = self._ocp.args.StandardSave
         step = int(state.step)
         if step in self._manager.all_steps():
             return
         rest = {"step": state.step, "opt_state": state.opt_state, "rng": state.rng}
-        data = grain.checkpoint.CheckpointSave(iterator)
+        data = self._ocp.args.JsonSave(iterator.get_state())
         items = {"params": save(state.params), "optimizer": save(rest), "data": data}
         self._manager.save(step, args=self._ocp.args.Composite(**items))
 
     def restore(self, abstract_state: TrainState, iterator) -> TrainState:
-        """The newest state, laid out as `abstract_state` declares; `iterator` is moved to where the run stood."""
-        grain, restore = needs_extra("grain"), self._ocp.args.StandardRestore
+        """The newest state, laid out as `abstract_state` declares; `iterator` is moved to where the run stood.
+
+        Raises:
+          ConfigError: an older version saved it, whose batches came in another order.
+        """
+        if any((Path(self._manager.directory) / str(self.latest) / "data").glob("process_*")):
+            told = "was saved by an older version, which read the text in another order: give another --name"
+            raise ConfigError(f"{str(self._manager.directory)!r} {told}")
+        restore = self._ocp.args.StandardRestore
         rest = {name: getattr(abstract_state, name) for name in ("step", "opt_state", "rng")}
         items = {"params": restore(abstract_state.params), "optimizer": restore(rest),
-                 "data": grain.checkpoint.CheckpointRestore(iterator)}  # fmt: skip
+                 "data": self._ocp.args.JsonRestore()}  # fmt: skip
         restored = self._manager.restore(self.latest, args=self._ocp.args.Composite(**items))
+        iterator.set_state(restored["data"])
         return replace(abstract_state, params=restored["params"], **restored["optimizer"])
 
     def restore_params(self, abstract_params, step: int | None = None):

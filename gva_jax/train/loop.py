@@ -9,15 +9,16 @@ import numpy as np
 
 from gva_jax import sharding
 from gva_jax.config import ConfigError, RunConfig
+from gva_jax.data.corpus import Corpus
 from gva_jax.data.loader import evaluation_batches, train_iterator
-from gva_jax.data.prepare import Corpus, prepare
+from gva_jax.data.prepare import prepare
 from gva_jax.display import Display
 from gva_jax.model import Transformer
 from gva_jax.train import optimizer as optimizers
 from gva_jax.train import state as states
 from gva_jax.train.checkpoint import Checkpoints, RunFolder
 from gva_jax.train.evaluation import Evaluation, evaluate
-from gva_jax.train.step import make_eval_step, make_train_step, put
+from gva_jax.train.step import check_attention, make_eval_step, make_train_step, put
 from gva_jax.train.stopping import StopRequest
 
 
@@ -47,13 +48,16 @@ def train(config: RunConfig, display: Display | None = None) -> Report:
     model = Transformer(config.model)
     mesh = sharding.make_mesh(config.mesh)
     sharding.check(config, mesh)
+    schedule = optimizers.learning_rate(config.optimizer, config.train.steps)
+    optimizer = optimizers.make(config.optimizer, config.train.steps)
+    abstract = states.abstract(model, optimizer, config.train.seed, mesh)
+    if config.model.attention.training_implementation is not None:
+        shape = (config.data.batch_size // config.train.accumulation, config.data.context_length)
+        check_attention(model, abstract, shape, mesh)
     processes = {"process_index": jax.process_index(), "process_count": jax.process_count()}
     corpus = prepare(config.data, config.model.vocab_size, display)
     iterator = train_iterator(corpus, config.data, **processes)
 
-    schedule = optimizers.learning_rate(config.optimizer, config.train.steps)
-    optimizer = optimizers.make(config.optimizer, config.train.steps)
-    abstract = states.abstract(model, optimizer, config.train.seed, mesh)
     train_step = make_train_step(model, optimizer, schedule, abstract, mesh, config.train.accumulation)
     eval_step = make_eval_step(model, abstract, mesh, corpus.tokenizer.token_bytes())
 

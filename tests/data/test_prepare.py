@@ -1,96 +1,69 @@
-"""What a prepared corpus holds, and that it is made once, whole and without a network."""
+"""A corpus is made once, whole, to the same bytes whatever happens, with flat memory and without a network."""
 
 import dataclasses
 import io
-import math
+import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import types
 
-import numpy as np
 import pytest
+import tensorflow_datasets as tfds
 from rich.console import Console
+from written import files, jsonl, lines, words
 
 from gva_jax.config import ConfigError, DataConfig
 from gva_jax.data import prepare as module
+from gva_jax.data import sources
+from gva_jax.data.corpus import open_corpus
 from gva_jax.data.loader import train_iterator
-from gva_jax.data.prepare import SPLITS, baselines, prepare, select, split
-from gva_jax.data.sources import documents
+from gva_jax.data.prepare import Recipe, make, prepare
+from gva_jax.data.tokenizer import Tokenizer
 from gva_jax.display import Display
 
 QUIET = Display(quiet=True)
-TEXTS = [f"text {i} " + "x" * (i % 7) for i in range(1000)]
-
-
-def test_the_splits_hold_every_document_of_the_source_once(corpus, data):
-    texts = {name: [corpus.tokenizer.decode(document["tokens"]) for document in corpus.source(name)] for name in SPLITS}
-    assert texts == split(documents(data.source, QUIET), data.holdout)
-    for name, stats in corpus.splits.items():
-        tokens = [document["tokens"] for document in corpus.source(name)]
-        assert stats.documents == len(corpus.source(name)) == len(tokens) > 0
-        assert stats.tokens == sum(map(len, tokens))
-        assert stats.bytes == sum(len(text.encode()) for text in texts[name])
-        assert all(t.dtype == np.int32 and t.ndim == 1 and (t > 0).all() and (t < 400).all() for t in tokens)
-
-
-def test_a_document_stays_in_its_split_whatever_the_budget():
-    whole = split(TEXTS, 0.1)
-    assert sorted(text for part in whole.values() for text in part) == sorted(TEXTS)
-    assert 60 < len(whole["development"]) < 140 and 60 < len(whole["heldout"]) < 140
-    smaller = select(TEXTS, 3000)
-    for budget in (100, 1000, 3000, 5000):
-        chosen = select(TEXTS, budget)
-        assert budget - 20 < sum(map(len, chosen)) <= budget
-        assert set(chosen) <= set(smaller) or set(chosen) >= set(smaller)
-        assert chosen == [text for text in TEXTS if text in set(chosen)]
-    parts = split(smaller, 0.1)
-    assert all(set(parts[name]) <= set(whole[name]) for name in SPLITS)
-    assert all(0.02 < len(parts[name]) / len(smaller) < 0.2 for name in ("development", "heldout"))
-    assert select(TEXTS, None) == TEXTS and select(TEXTS, 10**9) == TEXTS and select(TEXTS, 3) == []
-
-
-def test_the_baselines_are_those_of_a_hand_count(corpus):
-    train, heldout = [np.array([1, 1, 2]), np.array([2])], [np.array([1, 3])]
-    uniform, unigram = baselines(train, heldout, 4, num_bytes=5)
-    assert math.isclose(uniform, 3 * 2 / 5)  # 1, 3 and the end of text, two bits each
-    # Counts of 0 to 3 in train with one added: 3, 3, 3, 1.
-    assert math.isclose(unigram, -(2 * math.log2(3 / 10) + math.log2(1 / 10)) / 5)
-    assert 1 < corpus.unigram_bpb < corpus.uniform_bpb < 8
 
 
 def test_the_second_call_reads_the_first_one_s_files(corpus, data, monkeypatch):
-    monkeypatch.setattr(module, "documents", lambda *_: pytest.fail("scanned again"))
+    monkeypatch.setattr(sources.Docstrings, "documents", lambda *_: pytest.fail("scanned again"))
     assert prepare(data, 400, QUIET) == corpus
     layout = dataclasses.replace(data, seed=5, batch_size=3, context_length=7, layout="windows")
     assert prepare(layout, 400, QUIET) == corpus
 
 
 def test_whatever_changes_the_corpus_changes_its_folder(data, monkeypatch):
-    key = module._key
-    keys = [key(data, 400), key(data, 401)]
-    for changes in ({"holdout": 0.2}, {"max_bytes": 10}, {"source": "docstrings:json"}):
-        keys.append(key(dataclasses.replace(data, **changes), 400))
+    folders, installed = [], []
+    monkeypatch.setattr(module, "make", lambda recipe, folder, *_: folders.append(folder))
+    monkeypatch.setattr(module, "check_fits", lambda *_: None)
+    prepare(data, 400, QUIET)
+    prepare(dataclasses.replace(data, seed=3, batch_size=2), 400, QUIET)
+    assert len(set(folders)) == 1
+    prepare(data, 401, QUIET)
+    for changes in ({"holdout": 0.2}, {"max_bytes": 10}, {"source": "docstrings:json"}, {"text_field": "body"}):
+        prepare(dataclasses.replace(data, **changes), 400, QUIET)
     monkeypatch.setattr(module, "FORMAT", -1)
-    keys.append(key(data, 400))
-    monkeypatch.undo()
-    extra = types.SimpleNamespace(metadata={"Name": "new"}, version="1")
-    monkeypatch.setattr(module.importlib.metadata, "distributions", lambda: [extra])
-    keys.append(key(data, 400))
-    assert len(set(keys)) == len(keys)
+    prepare(data, 400, QUIET)
+    monkeypatch.setattr(sources.importlib.metadata, "distributions", lambda: installed)
+    installed.append(types.SimpleNamespace(metadata={"Name": "new"}, version="1"))
+    prepare(data, 400, QUIET)
+    assert len(set(folders)) == len(folders) - 1
+
+
+def test_text_that_changed_is_prepared_anew(recipe, tmp_path):
+    data = DataConfig(source=recipe.source, holdout=0.1, directory=str(tmp_path / "cache"))
+    old = prepare(data, 300, QUIET)
+    jsonl(tmp_path / "in/b.jsonl", lines(260, 150))
+    new = prepare(data, 300, QUIET)
+    assert sum(s.documents for s in new.splits.values()) == sum(s.documents for s in old.splits.values()) + 10
 
 
 def test_the_same_text_gives_the_same_files(corpus, data, tmp_path):
     again = prepare(dataclasses.replace(data, directory=str(tmp_path)), 400, QUIET)
     assert dataclasses.replace(again, folder=corpus.folder) == corpus
-    for name in ("corpus.json", "tokenizer.json"):
-        assert (again.folder / name).read_bytes() == (corpus.folder / name).read_bytes()
-    for name in SPLITS:
-        pairs = zip(again.source(name), corpus.source(name), strict=True)
-        assert all((a["tokens"] == b["tokens"]).all() for a, b in pairs)
+    assert files(again.folder) == files(corpus.folder)
 
 
 def test_it_says_what_there_is_and_tfds_says_nothing(tmp_path, capfd):
@@ -104,82 +77,192 @@ def test_it_says_what_there_is_and_tfds_says_nothing(tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_prepare_and_train_without_a_network(tmp_path, monkeypatch):
-    def refuse(*args, **kwargs):
-        raise AssertionError("looked for a network")
+@pytest.mark.parametrize("kind", ["docstrings", "text", "jsonl", "parquet", "tfds", "hf"])
+def test_prepare_and_train_without_a_network(tmp_path, no_network, kind):
+    (tmp_path / "in").mkdir()
+    source = {"docstrings": "docstrings:json,email", "tfds": None}.get(kind, f"{kind}:{tmp_path}/in/*")
+    if kind == "text":
+        (tmp_path / "in/a.txt").write_text("\n<|endoftext|>\n".join(lines(300)))
+    elif kind == "jsonl":
+        jsonl(tmp_path / "in/a.jsonl", lines(300))
+    elif kind in ("parquet", "hf"):
+        import pyarrow.parquet
 
-    for name in ("connect", "connect_ex", "sendto"):
-        monkeypatch.setattr(socket.socket, name, refuse)
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    data = DataConfig(source="docstrings:json,email", holdout=0.2, directory=str(tmp_path))
+        if kind == "hf":
+            pytest.importorskip("datasets", reason="needs the extra data")
+            source = f"hf:{tmp_path}/in:train"
+        pyarrow.parquet.write_table(pyarrow.table({"text": lines(300)}), tmp_path / "in/train.parquet")
+    elif kind == "tfds":
+
+        class Written(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+            VERSION, code_path = tfds.core.Version("1.0.0"), None
+
+            def _info(self):
+                kinds = tfds.features.FeaturesDict({"text": tfds.features.Text()})
+                return tfds.core.DatasetInfo(builder=self, features=kinds)
+
+            def _split_generators(self, dl_manager):
+                return {"train": self._generate_examples()}
+
+            def _generate_examples(self):
+                for i, text in enumerate(lines(300)):
+                    yield i, {"text": text}
+
+        Written(data_dir=tmp_path, file_format="array_record").download_and_prepare(
+            download_config=tfds.download.DownloadConfig(try_download_gcs=False)
+        )
+        source = f"tfds:{tmp_path}/written/1.0.0:train"
+    data = DataConfig(source=source, holdout=0.2, directory=str(tmp_path))
     iterator = train_iterator(prepare(data, 300, QUIET), data)
     assert next(iterator)["inputs"].shape == (8, 256)
     iterator.close()
 
 
-def test_a_killed_preparation_leaves_nothing_that_counts(tmp_path):
-    data = DataConfig(source="docstrings:json,email", holdout=0.2, directory=str(tmp_path))
-    code = (
-        "import os, signal, sys; from gva_jax.config import DataConfig; from gva_jax.data import prepare\n"
-        "from gva_jax.display import Display\n"
-        "prepare._write_dataset = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "data = DataConfig(source='docstrings:json,email', holdout=0.2, directory=sys.argv[1])\n"
-        "prepare.prepare(data, 300, Display(quiet=True))"
-    )
-    killed = subprocess.run([sys.executable, "-c", code, tmp_path])
-    assert killed.returncode == -signal.SIGKILL
-    left = os.listdir(tmp_path / "data")
-    assert any(name.endswith(".partial") for name in left)
-    assert not any(name.isalnum() for name in left)
-    corpus = prepare(data, 300, QUIET)
-    assert len(corpus.source("train")) == corpus.splits["train"].documents
-    assert sorted(os.listdir(tmp_path / "data")) == [corpus.folder.name, f"{corpus.folder.name}.lock"]
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from gva_jax.data import prepare
+from gva_jax.display import Display
+
+kind, at = sys.argv[3], int(sys.argv[4])
+owner, name = {"write": (prepare.ShardWriter, "write"), "record": (prepare._Progress, "save"),
+               "finish": (prepare, "write_metadata"), "manifest": (prepare, "write_manifest"),
+               "tokenizer": (prepare.Tokenizer, "save")}[kind]
+real, calls = getattr(owner, name), []
+
+def counted(*args):
+    calls.append(args)
+    if len(calls) == at:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(*args)
+
+setattr(owner, name, counted)
+recipe = prepare.Recipe(source=sys.argv[1], vocab_size=300, holdout=0.1, shard_bytes=6_000)
+prepare.make(recipe, Path(sys.argv[2]), Display(quiet=True))
+"""
 
 
-def test_of_two_that_prepare_at_once_one_waits_for_the_other(tmp_path, monkeypatch):
-    scans, found = [], []
-    monkeypatch.setattr(module, "documents", lambda *args: scans.append(args) or documents(*args))
-    data = DataConfig(source="docstrings:json,email", holdout=0.2, directory=str(tmp_path))
-    threads = [threading.Thread(target=lambda: found.append(prepare(data, 300, QUIET))) for _ in range(2)]
+def test_killed_anywhere_the_same_call_finishes_to_the_same_bytes(recipe, tmp_path):
+    """One folder is killed again and again, each time at another place and further on; another once, at its end."""
+    whole = files(make(recipe, tmp_path / "whole", QUIET).folder)
+    assert len(whole) > 15
+
+    def kill(folder, kind, at):
+        command = [sys.executable, "-c", KILLED, recipe.source, folder, kind, str(at)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        assert not folder.exists()
+
+    done = []
+    for kind, at in (("tokenizer", 1), ("write", 200), ("record", 2), ("manifest", 1)):
+        kill(tmp_path / "often", kind, at)
+        progress = tmp_path / "often.partial/progress.json"
+        done.append(len(json.loads(progress.read_text())["shards"]) if progress.exists() else 0)
+    assert 0 == done[0] < done[1] < done[2] < done[3] and done[2] % 3 == 0
+    out = io.StringIO()
+    assert files(make(recipe, tmp_path / "often", Display(console=Console(file=out, soft_wrap=True))).folder) == whole
+    assert "continuing" in out.getvalue() and "after 400 documents" in out.getvalue()
+    assert sorted(os.listdir(tmp_path)) == ["in", "often", "whole"]
+
+
+def test_what_was_begun_is_not_mixed_with_something_else(recipe, tmp_path, monkeypatch):
+    """Interrupted in the second file: changes before that refuse, a mended or added file after it does not."""
+    bad = tmp_path / "in/c.jsonl"
+    bad.write_text('{"text": "fine"}\n{"tixt": "wrong"}\n')
+    out = tmp_path / "out"
+    Tokenizer.train(lines(50), 280).save(tmp_path / "mine.json")  # given, so that the text is read once
+    recipe = dataclasses.replace(recipe, tokenizer=str(tmp_path / "mine.json"))
+    with pytest.raises(sources.BadInput, match=r"c.jsonl:2: no field 'text'; there are tixt"):
+        make(recipe, out, QUIET)
+    assert not out.exists() and (tmp_path / "out.partial").exists()
+    with pytest.raises(ConfigError, match=r"out.partial' holds another corpus \(holdout: 0.1 -> 0.2\): remove it"):
+        make(dataclasses.replace(recipe, holdout=0.2), out, QUIET)
+    first = (tmp_path / "in/a.jsonl").stat()
+    os.utime(tmp_path / "in/a.jsonl", (1, 1))
+    with pytest.raises(ConfigError, match=r"out.partial' holds another corpus \(its input has changed since\)"):
+        make(recipe, out, QUIET)
+    os.utime(tmp_path / "in/a.jsonl", ns=(first.st_atime_ns, first.st_mtime_ns))
+    jsonl(bad, lines(30, 400))
+    mended = make(recipe, out, QUIET)
+    assert files(mended.folder) == files(make(recipe, tmp_path / "again", QUIET).folder)
+    assert sorted(os.listdir(tmp_path)) == ["again", "in", "mine.json", "out"]
+
+
+def test_what_a_hub_has_given_is_kept_when_it_fails(hub, tmp_path):
+    _, records = hub
+    records[:] = [{"text": text} for text in lines(400)]
+    Tokenizer.train(lines(50), 280).save(tmp_path / "mine.json")
+    recipe = Recipe("hf:a/b:train", tokenizer=str(tmp_path / "mine.json"), holdout=0.1, shard_bytes=6_000)
+    whole = files(make(recipe, tmp_path / "whole", QUIET).folder)
+    record, records[300] = records[300], OSError("connection lost")
+    with pytest.raises(ConfigError, match="connection lost"):
+        make(recipe, tmp_path / "out", QUIET)
+    load, sys.modules["datasets"].load_dataset = sys.modules["datasets"].load_dataset, lambda *_, **__: 1 / 0
+    with pytest.raises(ConfigError, match="ZeroDivisionError"):
+        make(recipe, tmp_path / "out", QUIET)
+    sys.modules["datasets"].load_dataset, records[300] = load, record
+    records[:100] = [OSError("asked for again")] * 100
+    assert files(make(recipe, tmp_path / "out", QUIET).folder) == whole
+
+
+def test_what_is_there_already_is_checked(recipe, tmp_path):
+    corpus = make(recipe, tmp_path / "out", QUIET)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
+    assert make(recipe, tmp_path / "out", QUIET, verify=True) == corpus
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")} == before
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial/progress.json").write_text("{}")  # as one leaves it that is killed at its very end
+    assert make(recipe, tmp_path / "out", QUIET) == corpus
+    assert sorted(os.listdir(tmp_path)) == ["in", "out"]
+    with pytest.raises(ConfigError, match=r"holds another corpus \(max_bytes: None -> 5\): remove it"):
+        make(dataclasses.replace(recipe, max_bytes=5), tmp_path / "out", QUIET)
+    shard = next((tmp_path / "out").rglob("*-train-00001*"))
+    content = shard.read_bytes()
+    shard.write_bytes(content[:100] + bytes([content[100] ^ 1]) + content[101:])
+    assert open_corpus(tmp_path / "out") == corpus  # which looks at sizes
+    with pytest.raises(ConfigError, match=r"train-00001.array_record' is damaged"):
+        make(recipe, tmp_path / "out", QUIET, verify=True)
+    shard.write_bytes(content[:-1])
+    with pytest.raises(ConfigError, match=r"train-00001.array_record' has [0-9,]+ bytes, must have"):
+        open_corpus(tmp_path / "out")
+    shard.unlink()
+    with pytest.raises(ConfigError, match=r"train-00001.array_record' is missing"):
+        open_corpus(tmp_path / "out")
+
+
+def test_of_two_that_prepare_at_once_one_waits_for_the_other(recipe, tmp_path, monkeypatch):
+    real, made, found = module._fill, [], []
+    monkeypatch.setattr(module, "_fill", lambda *args: made.append(args) or real(*args))
+    threads = [threading.Thread(target=lambda: found.append(make(recipe, tmp_path / "out", QUIET))) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(scans) == 1 and len(found) == 2 and found[0] == found[1]
+    assert len(made) == 1 and len(found) == 2 and found[0] == found[1]
+    assert sorted(os.listdir(tmp_path)) == ["in", "out"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "vocab_size", "message"),
-    [
-        ({"source": "hf:a/b:train"}, 300, "data.source = 'hf:a/b:train'"),
-        ({"max_bytes": 10}, 300, "of its 0 documents none is in the train split: raise .* or data.max_bytes = 10"),
-        ({"holdout": 1e-9}, 300, "none is in the development split: raise data.holdout = 1e-09"),
-        ({}, 256, "model.vocab_size = 256: must be 257 or more"),
-        ({}, 10**6, "model.vocab_size = 1000000: must be [0-9]+ or less"),
-        ({"directory": __file__}, 300, "data.directory = .*: must be a folder that can be written to"),
-    ],
-)
-def test_what_cannot_be_prepared_is_refused(tmp_path, changes, vocab_size, message):
-    data = DataConfig(source="docstrings:json,email", holdout=0.2, directory=str(tmp_path))
-    with pytest.raises(ConfigError, match=message) as error:
-        prepare(dataclasses.replace(data, **changes), vocab_size, QUIET)
-    assert "\n" not in str(error.value)
-    kept = os.listdir(tmp_path / "data") if (tmp_path / "data").exists() else []
-    assert all(name.endswith(".lock") for name in kept)
+MEASURED = """
+import resource, sys
+from pathlib import Path
+from gva_jax.data.prepare import Recipe, make
+from gva_jax.display import Display
+
+for name in ("small", "large"):
+    recipe = Recipe(f"jsonl:{name}.jsonl", tokenizer="mine.json", holdout=0.1, shard_bytes=2_000_000)
+    make(recipe, Path(name), Display(quiet=True))
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+"""
 
 
-def test_missing_tfds_names_the_extra(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
-    monkeypatch.setattr(module, "documents", lambda *_: pytest.fail("scanned first"))
-    data = DataConfig(source="docstrings:json,email", holdout=0.2, directory=str(tmp_path))
-    with pytest.raises(ConfigError, match=r"tensorflow_datasets: needs the extra: pip install 'gva-jax\[train\]'"):
-        prepare(data, 300, QUIET)
-
-
-def test_importing_the_package_stays_light():
-    code = (
-        "import sys, gva_jax.data, gva_jax.data.prepare, gva_jax.data.loader\n"
-        "heavy = {'jax', 'grain', 'tensorflow_datasets', 'tokenizers', 'tensorflow'} & set(sys.modules)\n"
-        "sys.exit(str(heavy) if heavy else 0)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
+def test_memory_stays_flat(tmp_path):
+    """After 4 MB of text 24 MB need no more (kept as text or as tokens they would)."""
+    words(("x", "<eos>"), tmp_path / "mine.json")
+    for name, times in (("small", 400), ("large", 2400)):
+        with (tmp_path / f"{name}.jsonl").open("w") as file:
+            file.writelines(json.dumps({"text": f"{i}" + " 12345678901234567" * 600}) + "\n" for i in range(times))
+    command = [sys.executable, "-c", MEASURED]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    small, large = map(int, done.stdout.split())
+    assert open_corpus(tmp_path / "large").splits["train"].bytes > 15_000_000
+    assert large - small < 12, f"{small} MB, then {large} MB"

@@ -1,6 +1,7 @@
 """Round trips, sizes and determinism of the tokenizer."""
 
 import codecs
+import json
 import os
 import random
 import subprocess
@@ -8,6 +9,7 @@ import sys
 
 import numpy as np
 import pytest
+import tokenizers
 
 from gva_jax.config import ConfigError
 from gva_jax.data.tokenizer import Tokenizer
@@ -69,7 +71,7 @@ def test_save_and_load(tokenizer, tmp_path):
 
 def test_training_gives_the_same_tokenizer_in_every_process(tmp_path):
     code = (
-        "import sys; from gva_jax.data.sources import documents; from gva_jax.data.tokenizer import Tokenizer\n"
+        "import sys; from gva_jax.data.docstrings import documents; from gva_jax.data.tokenizer import Tokenizer\n"
         "from gva_jax.display import Display\n"
         "Tokenizer.train(documents('docstrings:json,logging', Display(quiet=True)), 700).save(sys.argv[1])"
     )
@@ -80,7 +82,7 @@ def test_training_gives_the_same_tokenizer_in_every_process(tmp_path):
 
 
 def test_a_vocabulary_that_the_text_cannot_fill_is_refused_and_the_largest_one_named():
-    with pytest.raises(ConfigError, match=r"model.vocab_size = 5000: must be (\d+) or less") as error:
+    with pytest.raises(ConfigError, match=r"vocab_size = 5000: must be (\d+) or less") as error:
         Tokenizer.train(TEXTS, 5000)
     largest = int(str(error.value).split("must be ")[1].split()[0])
     assert Tokenizer.train(TEXTS, largest).vocab_size == largest
@@ -99,6 +101,72 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path):
     for name in ("bad.json", "none.json"):
         with pytest.raises(ConfigError, match=f"{name}' cannot be read"):
             Tokenizer.load(tmp_path / name)
+
+
+# ---- tokenizers of others --------------------------------------------------------------------------------------------
+
+
+def of_sentence_pieces(**model):
+    """As SentencePiece tokenizers are converted: a lower block for a space, bytes where a character is unknown."""
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{i:02X}>": 3 + i for i in range(256)}
+    vocabulary |= {piece: 259 + i for i, piece in enumerate(("▁", "▁the", "k", "e", "y", "t", "h", "he", "▁t"))}
+    merges = [("h", "e"), ("▁", "t"), ("▁t", "he")]
+    model = dict(vocab=vocabulary, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True) | model
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(**model))
+    backend.normalizer = tokenizers.normalizers.Replace(" ", "▁")
+    backend.decoder = tokenizers.decoders.Sequence(
+        [tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
+    )
+    backend.add_special_tokens(["<s>", "</s>"])
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    backend.enable_truncation(3)
+    backend.enable_padding(length=50)
+    return backend
+
+
+def test_a_tokenizer_of_sentence_pieces(tmp_path):
+    of_sentence_pieces().save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.load(tmp_path / "tokenizer.json")
+    assert tokenizer.eot_id == 2 and tokenizer.vocab_size == 268
+    for text in ("the key", " the key the key", "naïve 🎉 the", "</s>a<s>"):
+        ids = tokenizer.encode(text)  # neither cut, filled up nor framed, as the file asks
+        assert tokenizer.decode(ids) == text and tokenizer.encode_batch([text, ""]) == [ids, []]
+        assert not {1, 2} & set(ids) and tokenizer.token_bytes()[ids].sum() == len(text.encode())
+    assert len(tokenizer.encode(" the key")) == 5
+    assert tokenizer.decode([1, 2, 261, 2]) == "k" and tokenizer.decode([261, 5000]) == "k"
+
+
+def test_a_byte_level_tokenizer_with_more_tokens(tokenizer, tmp_path):
+    """Ids with a hole, tokens added as text, and special ones that stand for nothing."""
+    tokenizer.save(tmp_path / "tokenizer.json")
+    described = json.loads((tmp_path / "tokenizer.json").read_text())
+    flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False)
+    described["added_tokens"] += [
+        {"id": 280, "content": "  ", "special": False, **flags},
+        {"id": 290, "content": "<|user|>", "special": True, **flags},
+    ]
+    (tmp_path / "more.json").write_text(json.dumps(described))
+    more = Tokenizer.load(tmp_path / "more.json")
+    assert more.vocab_size >= 282 and more.eot_id == 0
+    for text in ("The  value", "a <|user|>"):
+        assert more.decode(more.encode(text)) == text
+    assert 280 in more.encode("The  value") and more.token_bytes()[280] == 2
+
+
+def test_a_tokenizer_of_words_gives_words():
+    vocabulary = {word: i for i, word in enumerate(("[UNK]", "[EOS]", "the", "key", "##s"))}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocabulary, unk_token="[UNK]"))
+    backend.pre_tokenizer, backend.decoder = tokenizers.pre_tokenizers.Whitespace(), tokenizers.decoders.WordPiece()
+    tokenizer = Tokenizer(backend)
+    assert tokenizer.eot_id == 1 and tokenizer.decode(tokenizer.encode("the keys")) == " the keys"
+
+
+def test_a_tokenizer_without_an_end_of_text_is_refused(tmp_path):
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "mute.json"))
+    with pytest.raises(ConfigError, match=r"mute.json' has no end-of-text id: it must know one of <\|endoftext\|>, "):
+        Tokenizer.load(tmp_path / "mute.json")
 
 
 def test_a_missing_package_names_the_extra(monkeypatch):
