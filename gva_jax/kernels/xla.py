@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from gva_jax.compat import target_platform, wide_dtype
 from gva_jax.kernels.reference import join_pages
 
-TILE_BYTES = 1 << 20  # of a block of the cache on a CPU, half of a core's second-level cache
+TILE_BYTES = 2 << 20  # of a block of the cache on a CPU: about a core's second-level cache
 BLOCK = 2048  # tokens a block at most
 
 
