@@ -18,7 +18,13 @@ def config() -> RunConfig:
             dtype="bfloat16",
             remat="dots",
         ),
-        data=DataConfig(source="hf:HuggingFaceFW/fineweb-edu:train", context_length=2048, batch_size=256),
+        # Somewhat more than 30B tokens: the whole data set is 40 times that.
+        data=DataConfig(
+            source="hf:HuggingFaceFW/fineweb-edu:train",
+            max_bytes=150_000_000_000,
+            context_length=2048,
+            batch_size=256,
+        ),
         optimizer=OptimizerConfig(learning_rate=6e-4, warmup=0.02),
         # 256 x 2,048 tokens a step: the first step count that reaches 30B tokens. Micro-batches of 32 sequences keep
         # the logits (vocabulary 50,304, float32) within reach of one host; a larger mesh wants fewer.

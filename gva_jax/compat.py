@@ -8,6 +8,16 @@ def is_concrete(x) -> bool:
     return not isinstance(x, jax.core.Tracer)
 
 
+def varying_like(x, *others):
+    """`x`, typed as varying over the axes of a surrounding `shard_map` that any of `others` varies over.
+
+    What a loop carries must say so from the start.
+    """
+    varies = lambda x: jax.typeof(x).manual_axis_type.varying
+    axes = frozenset().union(*(varies(other) for other in others if other is not None)) - varies(x)
+    return jax.lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
+
+
 def _target_device():
     """The device that computations are meant for: the active mesh's abstract one, else the first one here.
 

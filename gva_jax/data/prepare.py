@@ -158,6 +158,8 @@ def _locked(folder: Path) -> Iterator[Path]:
     The system lets go of the lock when its process dies.
     """
     work = _work(folder)
+    if _is_there(work) and not any((work / name).is_file() for name in ("lock", _PROGRESS)):
+        raise ConfigError(f"{str(work)!r} is in the way, of something else: move it, or name another folder")
     try:
         work.mkdir(parents=True, exist_ok=True)
         lock = os.open(work / "lock", os.O_CREAT | os.O_RDWR)
@@ -327,7 +329,7 @@ def _finish(corpus: Path, progress: _Progress, recipe: Recipe, tokenizer: Tokeni
 
 def _require_documents(recipe: Recipe, split: str, there: bool) -> None:
     limits = f"holdout = {recipe.holdout}" + (f" or max_bytes = {recipe.max_bytes}" if recipe.max_bytes else "")
-    right = f"none of its documents is in the {split} split: raise {limits}, or use a larger source"
+    right = f"none of its documents, if it has any, is in the {split} split: raise {limits}, or use a larger source"
     require(there, "source", recipe.source, right)
 
 

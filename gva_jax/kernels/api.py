@@ -4,6 +4,7 @@ import importlib
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
 from gva_jax.cache import LAYOUTS
@@ -92,8 +93,9 @@ def decode_attention(
     for name, value in (("window", window), ("softcap", softcap)):
         if value is not None and value <= 0:
             raise ValueError(f"{name} = {value}: must be above 0, or None")
-    q, values, keys, q_rope, rope_keys, sinks = (
-        None if x is None else _without_gradient(x) for x in (q, values, keys, q_rope, rope_keys, sinks)
+    q, values, keys, q_rope, rope_keys, sinks, value_scales, key_scales = (
+        None if x is None else _without_gradient(x)
+        for x in (q, values, keys, q_rope, rope_keys, sinks, value_scales, key_scales)
     )
     module = importlib.import_module(IMPLEMENTATIONS[implementation or _best(q, values, keys, rope_keys, layout)])
     return module.decode_attention(
@@ -130,11 +132,28 @@ def _refuse_gradient(primals, tangents):
 
 def _check_shapes(q, values, keys, q_rope, rope_keys, lengths, q_lengths, sinks, value_scales, key_scales, page_table,
                   layout):  # fmt: skip
+    for name, x in (("q", q), ("values", values)):
+        if x.ndim != 4:
+            raise ValueError(f"{name} has shape {x.shape}: must have 4 axes")
+    if not jnp.issubdtype(q.dtype, jnp.floating):
+        raise ValueError(f"q is {q.dtype}: must be floating")
+    for name, x in (("lengths", lengths), ("q_lengths", q_lengths), ("page_table", page_table)):
+        if x is not None and not jnp.issubdtype(x.dtype, jnp.integer):
+            raise ValueError(f"{name} is {x.dtype}: must be an integer dtype")
     (B, T, H, d), (P, G) = q.shape, values.shape[:2]
     pick = lambda S, width: (S, width) if layout == "tokens_major" else (width, S)
     S, _ = pick(*values.shape[2:])
     _, key_width = pick(*(values if keys is None else keys).shape[2:])
-    for name, size in (("rows", B), ("query tokens", T), ("cached tokens", S)):
+    sizes = (
+        ("rows", B),
+        ("query tokens", T),
+        ("heads", H),
+        ("width", d),
+        ("pages", P),
+        ("groups", G),
+        ("cached tokens", S),
+    )
+    for name, size in sizes:
         if size < 1:
             raise ValueError(f"{name} = {size} in q {q.shape}, values {values.shape}: must be 1 or more")
     if d != key_width:
@@ -143,7 +162,7 @@ def _check_shapes(q, values, keys, q_rope, rope_keys, lengths, q_lengths, sinks,
         raise ValueError(f"q has {H} heads, values have {G} groups: groups must divide heads")
     if page_table is None:
         P = B
-    elif page_table.ndim != 2 or page_table.shape[0] != B:
+    elif page_table.ndim != 2 or page_table.shape[0] != B or not page_table.shape[1]:
         raise ValueError(f"page_table has shape {page_table.shape}, must be ({B}, N)")
     r = None if q_rope is None else q_rope.shape[-1]
     for name, x, shape in (  # an axis of 1 would be broadcast silently

@@ -8,7 +8,7 @@ with its own length; elsewhere, where this stands in for a kernel, rows go side 
 import jax
 import jax.numpy as jnp
 
-from gva_jax.compat import target_platform, wide_dtype
+from gva_jax.compat import target_platform, varying_like, wide_dtype
 from gva_jax.kernels.reference import join_pages
 
 TILE_BYTES = 2 << 20  # of a block of the cache on a CPU: about a core's second-level cache
@@ -113,7 +113,9 @@ def _attend(tiles, first, queries: dict, *, scale, window, softcap, sinks):
     acc = jnp.zeros((B, G, T * h, dv) if major else (B, G, dv, T * h), wide)
     begin = jnp.int32(0) if window is None else jnp.maximum((end - window).min(), 0) // block
     blocks = (jnp.clip(jnp.where(q_lengths > 0, lengths, 0).max(), 0, S) + block - 1) // block
-    m, total, acc = jax.lax.fori_loop(begin, blocks, step, (m, total, acc))
+    everything = (q, q_rope, lengths, q_lengths, sinks, first, *cache.values(), tiles.page_table)
+    carry = tuple(varying_like(x, *everything) for x in (m, total, acc))
+    m, total, acc = jax.lax.fori_loop(begin, blocks, step, carry)
 
     out = acc / of_row(jnp.where(total == 0, 1, total))
     lse = jnp.where(total == 0, -jnp.inf, jnp.log(total) + jnp.where(jnp.isfinite(m), m, 0))
@@ -127,14 +129,14 @@ class _Tiles:
     """Blocks of tokens of a cache's operands: slices of the token axis, or a few pages joined."""
 
     def __init__(self, cache: dict, page_table, layout: str, rows: int, block: int):
-        self.cache, self.major, self._rows, self._page_table = cache, layout == "tokens_major", rows, page_table
+        self.cache, self.major, self._rows, self.page_table = cache, layout == "tokens_major", rows, page_table
         tokens = cache["values"].shape[self.token_axis("values")]
         if page_table is None:
             self.capacity, self.block = tokens, block
             return
         self._pages = min(max(1, block // tokens), page_table.shape[1])  # pages a block
         self.capacity, self.block = page_table.shape[1] * tokens, self._pages * tokens
-        self._page_table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % self._pages)))
+        self.page_table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % self._pages)))
 
     def token_axis(self, name: str) -> int:
         x = self.cache[name]
@@ -142,15 +144,15 @@ class _Tiles:
 
     def start(self, i):
         """Position of block i's first token."""
-        return jnp.minimum(i * self.block, self.capacity - self.block) if self._page_table is None else i * self.block
+        return jnp.minimum(i * self.block, self.capacity - self.block) if self.page_table is None else i * self.block
 
     def load(self, name: str, first, i):
         """Block i of the rows from `first` on."""
         x, axis = self.cache[name], self.token_axis(name)
-        if self._page_table is None:
+        if self.page_table is None:
             begin, size = [jnp.int32(0)] * x.ndim, list(x.shape)  # of one width, where x64 is on too
             begin[0], begin[axis] = first, jnp.int32(self.start(i))
             size[0], size[axis] = self._rows, self.block
             return jax.lax.dynamic_slice(x, begin, size)
-        table = jax.lax.dynamic_slice(self._page_table, (first, jnp.int32(i * self._pages)), (self._rows, self._pages))
+        table = jax.lax.dynamic_slice(self.page_table, (first, jnp.int32(i * self._pages)), (self._rows, self._pages))
         return join_pages(x, table, axis)

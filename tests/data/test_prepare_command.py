@@ -22,7 +22,7 @@ QUIET = Display(quiet=True)
     ("changes", "vocab_size", "message"),
     [
         ({"source": "hf:a/b"}, 300, "source = 'hf:a/b': must be hf:NAME:SPLIT"),
-        ({"max_bytes": 10}, 300, "none of its documents is in the train split: raise .* or max_bytes = 10"),
+        ({"max_bytes": 10}, 300, "none of its documents, if it has any, is in the train split: raise .* or max_bytes"),
         ({"holdout": 1e-9}, 300, "is in the development split: raise holdout = 1e-09"),
         ({}, 256, "vocab_size = 256: must be 257 or more"),
         ({}, 10**6, "vocab_size = 1000000: must be [0-9]+ or less"),
@@ -44,6 +44,18 @@ def test_missing_tfds_names_the_extra(recipe, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"tensorflow_datasets: needs the extra: pip install 'gva-jax\[train\]'"):
         make(recipe, tmp_path / "out", QUIET)
     assert os.listdir(tmp_path) == ["in"]
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_what_lies_where_it_works_is_left_alone(recipe, tmp_path, kind):
+    there = tmp_path / "out.partial"
+    if kind == "folder":
+        there.mkdir()
+        there = there / "thesis.txt"
+    there.write_text("years of work")
+    with pytest.raises(ConfigError, match=r"out.partial' is in the way, of something else: move it"):
+        make(recipe, tmp_path / "out", QUIET)
+    assert there.read_text() == "years of work" and not (tmp_path / "out").exists()
 
 
 def test_a_prepared_folder_is_trained_on_if_its_tokens_fit(recipe, tmp_path):

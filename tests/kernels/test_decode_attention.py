@@ -235,6 +235,11 @@ def test_the_default_implementation_in_blocks_of_its_own():
         ({"q": (2, 3, 4, 6)}, "q has width 6, its keys 8: an absorbed query has the values' width"),
         ({"q": (2, 0, 4, 8), "q_rope": (2, 0, 4, 4)}, r"query tokens = 0 in q \(2, 0, 4, 8\), values .*: must be 1 or"),
         ({"values": (2, 2, 0, 8), "rope_keys": (2, 0, 4)}, "cached tokens = 0 in q"),
+        ({"values": (2, 0, 40, 8)}, "groups = 0 in q"),
+        ({"q": (3, 4, 8), "q_rope": None, "rope_keys": None}, r"q has shape \(3, 4, 8\): must have 4 axes"),
+        ({"q": jnp.ones((2, 3, 4, 8), jnp.int32)}, "q is int32: must be floating"),
+        ({"lengths": jnp.array([3.0, 4.0])}, "lengths is float32: must be an integer dtype"),
+        ({"page_table": jnp.zeros((2, 0), jnp.int32)}, r"page_table has shape \(2, 0\), must be \(2, N\)"),
         ({"keys": (2, 2, 40, 12)}, "q has width 8, its keys 12"),
         ({"q": (2, 3, 5, 8), "q_rope": (2, 3, 5, 4)}, "q has 5 heads, values have 2 groups: groups must divide heads"),
         ({"values": (1, 2, 40, 8)}, r"values has shape \(1, 2, 40, 8\), must be \(2, 2, 40, 8\)"),
@@ -259,3 +264,13 @@ def test_what_does_not_fit_is_refused(change, message):
     args = {name: jnp.ones(value) if isinstance(value, tuple) else value for name, value in args.items()}
     with pytest.raises(ValueError, match=message):
         decode_attention(args.pop("q"), args.pop("values"), **args)
+
+
+@pytest.mark.parametrize("name", ["q", "values", "keys", "q_rope", "rope_keys", "sinks", "value_scales", "key_scales"])
+def test_no_operand_has_a_gradient(name):
+    case = Case(4, 2, d=32, r=16, keys=64, sinks=True, stored="int8")
+    operands = run_for("xla", case).prepare(make(case, F32))
+    operands |= {n: operands[n].astype(F32) for n in ("values", "keys")}
+    loss = lambda x: decode_attention(**operands | {name: x}, **case.options)[0].sum()
+    with pytest.raises(TypeError, match="decode_attention has no gradient: it reads a cache"):
+        jax.eval_shape(jax.grad(loss), operands[name])

@@ -5,10 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from gva_jax.kernels import decode_attention, sharded_decode_attention
 
 B, T, H, G, d, r, S = 4, 2, 8, 4, 16, 8, 512
+CACHE_ARRAYS = ("values", "rope_keys", "value_scales")
 WIDE = dict(rtol=2e-5, atol=2e-6)
 
 
@@ -60,6 +62,24 @@ def test_one_group_is_replicated():
     args, options = problem(groups=1)
     out, lse = decode_attention(**args, **options)
     out_mesh, lse_mesh = sharded_decode_attention(**args, **options, mesh=mesh(tensor=4, context=2))
+    np.testing.assert_allclose(out_mesh, out, **WIDE)
+    np.testing.assert_allclose(lse_mesh, lse, **WIDE)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+@pytest.mark.parametrize("pages", [False, True])
+def test_inside_a_shard_map_of_the_callers_own(implementation, pages):
+    """Which checks what varies over the mesh, unless told not to."""
+    args, options = problem(pages=pages)
+    out, lse = decode_attention(**args, **options)
+    names = ("q", "q_rope", "lengths", "q_lengths") + (("page_table",) if pages else CACHE_ARRAYS)
+    where = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    specs = {name: P("data") if name in names else P() for name in args}
+    run = jax.shard_map(
+        lambda a: decode_attention(**a, **options, implementation=implementation),
+        mesh=where, in_specs=(specs,), out_specs=P("data"),
+    )  # fmt: skip
+    out_mesh, lse_mesh = jax.jit(run)(args)
     np.testing.assert_allclose(out_mesh, out, **WIDE)
     np.testing.assert_allclose(lse_mesh, lse, **WIDE)
 
