@@ -161,9 +161,7 @@ class GroupedValueAttention(Attention):
         y = training_attention(q, k, v, segment_ids=segment_ids, **how)
         return self._output(y, x.shape[-1])
 
-    def init_cache(
-        self, batch: int, max_length: int, dtype=jnp.bfloat16, layout: str | None = None, **pages
-    ) -> Cache:
+    def init_cache(self, batch: int, max_length: int, dtype=jnp.bfloat16, layout: str | None = None, **pages) -> Cache:
         """An empty cache; needs no parameters. See `gva_jax.cache.init_cache`, eight-bit dtypes and pages included."""
         G, d, r = self._groups, self.head_dim, self.rope_dim or 0
         return init_cache(batch, max_length, groups=G, value_dim=d, rope_dim=r, dtype=dtype, layout=layout, **pages)
