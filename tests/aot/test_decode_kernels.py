@@ -29,7 +29,6 @@ ALL = dict(T=4, window=999, softcap=30.0, sinks=True, page=256)
 CASES = {
     "GVA": (Case(16, 4, **GVA), 8, 1 << 15, "bfloat16"),
     "GVA, batch 256, 128k, pages": (Case(8, 2, **GVA, page=128), 256, 1 << 17, "bfloat16"),
-    "GVA, 4 queries": (Case(16, 4, **GVA, T=4), 8, 1 << 15, "bfloat16"),
     "GVA, 16 queries, window, softcap, sinks": (
         Case(16, 4, **GVA, T=16, window=4096, softcap=20.0, sinks=True), 8, 1 << 15, "bfloat16",
     ),
