@@ -25,6 +25,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from gva_jax.cache import MULTIPLE
 from gva_jax.compat import target_kind, target_platform
+from gva_jax.kernels.merge import merge_splits, with_sinks
 
 LANES = 128
 BLOCK_BYTES = 1 << 20  # of the cache in one block; enough to keep HBM busy while another block is computed
@@ -102,7 +103,10 @@ def decode_attention(
     out, lse = (x[:, :B, :, :R].reshape(plan.splits, B, Gp, pack, T, h, -1) for x in (out, lse))
     out = out.reshape(*out.shape[:-1], pack, dv)
     out = heads(jnp.stack([out[:, :, :, j, :, :, j] for j in range(pack)], axis=3))
-    out, lse = _merge(out, heads(lse)[..., 0], sinks)
+    lse = heads(lse)[..., 0]
+    out, lse = (out[0], lse[0]) if plan.splits == 1 else merge_splits(out, lse)
+    if sinks is not None:
+        out, lse = with_sinks(out, lse, sinks, None)  # queries that are not real are cleared below
     real = (jnp.arange(T, dtype=jnp.int32) < q_lengths[:, None])[:, :, None]
     return jnp.where(real[..., None], out, 0).astype(q.dtype), jnp.where(real, lse, -jnp.inf)
 
@@ -358,20 +362,3 @@ def _attend(plan, r, slot, token, stop, end, query, operands, buffers, out, m, t
         if value_scales is not None:
             p = jnp.where(seen, scaled(p, value_scales, g), 0.0)  # dead scales may hold NaN
         out[0, r, g] = out[0, r, g] * shrink + dot(p.astype(dtype), packed(values, g), 1)
-
-
-def _merge(out, lse, sinks):
-    """Of splits (splits, B, T, H, dv), (splits, B, T, H): one. Sinks take weight here, once, and give no value."""
-    if len(out) == 1 and sinks is None:
-        return out[0], lse[0]
-    m = lse.max(axis=0)
-    if sinks is not None:
-        sinks = sinks.astype(jnp.float32)
-        m = jnp.maximum(m, sinks)
-    base = jnp.where(jnp.isfinite(m), m, 0)
-    weight = jnp.exp(lse - base)
-    total = weight.sum(axis=0)
-    if sinks is not None:
-        total = total + jnp.exp(sinks - base)
-    share = weight / jnp.where(total == 0, 1, total)
-    return (out * share[..., None]).sum(axis=0), jnp.log(total) + base

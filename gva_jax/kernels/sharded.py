@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from gva_jax.kernels.api import decode_attention
+from gva_jax.kernels.merge import with_sinks
 
 
 def sharded_decode_attention(
@@ -94,8 +95,5 @@ def _merge(out, lse, sinks, axis: str, q_lengths):
     y = jax.lax.psum(out.astype(lse.dtype) * weight[..., None], axis) / jnp.where(total == 0, 1, total)[..., None]
     lse = jnp.log(total) + m
     if sinks is not None:
-        with_sink = jnp.logaddexp(lse, sinks.astype(lse.dtype))
-        if q_lengths is not None:  # queries past it stay empty
-            with_sink = jnp.where(jnp.arange(lse.shape[1])[:, None] < q_lengths[:, None, None], with_sink, -jnp.inf)
-        y, lse = y * jnp.exp(lse - finite(with_sink))[..., None], with_sink
+        y, lse = with_sinks(y, lse, sinks, q_lengths)
     return y.astype(out.dtype), lse

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from gva_jax.cache import MULTIPLE
 from gva_jax.compat import compute_capability, multiprocessors, target_platform
+from gva_jax.kernels.merge import merge_splits, with_sinks
 from gva_jax.kernels.pallas_mosaic_gpu import plan as planning
 
 QUERY_DTYPES = tuple(jnp.dtype(t) for t in ("bfloat16", "float16"))
@@ -77,10 +78,10 @@ def decode_attention(
     options = Options(scale, window, softcap, splits, q.dtype if whole else jnp.dtype("float32"))
     x = _operands(plan, q, values, keys, q_rope, rope_keys, value_scales, key_scales, page_table, lengths, q_lengths)
     out, lse = importlib.import_module(f"{__name__}.{plan.products.module}").attend(plan, options, x, interpret)
-    out, lse = (out[0], lse[0]) if splits == 1 else _merge(out, lse)
+    out, lse = (out[0], lse[0]) if splits == 1 else merge_splits(out, lse)
     out, lse = _by_query(plan, out)[..., : plan.values.width], _by_query(plan, lse)
     if sinks is not None:
-        out, lse = _with_sinks(out, lse, sinks, x.q_lengths)
+        out, lse = with_sinks(out, lse, sinks, x.q_lengths)
     return out.astype(q.dtype), lse
 
 
@@ -148,23 +149,3 @@ def _by_query(plan, x):
     x = x.reshape(B, G // plan.groups, plan.tiles, plan.groups, plan.rows, *rest).swapaxes(2, 3)
     x = x.reshape(B, G, plan.tiles * plan.rows, *rest)[:, :, : T * h].reshape(B, G, T, h, *rest)
     return x.swapaxes(1, 2).reshape(B, T, H, *rest)
-
-
-def _merge(out, lse):
-    """The splits of each query row."""
-    m = lse.max(axis=0)
-    base = jnp.where(m == -jnp.inf, 0, m)
-    weight = jnp.exp(lse - base)
-    total = weight.sum(axis=0)
-    some = total > 0
-    total = jnp.where(some, total, 1)
-    return (out * (weight / total)[..., None]).sum(axis=0), jnp.where(some, base + jnp.log(total), -jnp.inf)
-
-
-def _with_sinks(out, lse, sinks, q_lengths):
-    """What takes weight and gives no value; queries that are not real have no sink."""
-    total = jnp.logaddexp(lse, sinks.astype(jnp.float32))
-    if q_lengths is not None:
-        real = jnp.arange(lse.shape[1], dtype=jnp.int32) < q_lengths[:, None]
-        total = jnp.where(real[..., None], total, -jnp.inf)
-    return out * jnp.exp(lse - jnp.where(total == -jnp.inf, 0, total))[..., None], total
