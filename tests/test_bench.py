@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from gva_jax import chips
 from gva_jax.bench import decode
-from gva_jax.bench.chips import CHIPS
 from gva_jax.bench.decode import DecodeShape, measure, roofline
+from gva_jax.chips import CHIPS
 from gva_jax.cli import main
 
 SMALL = DecodeShape(batch=2, context=256, num_heads=4, num_kv_heads=2, head_dim=16, rope_dim=4, latent_dim=24)
@@ -75,3 +76,12 @@ def test_mistakes_are_one_line(capsys, args, told):
     assert main(["bench", *args]) == 2
     err = capsys.readouterr().err
     assert told in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("TPU v5 lite", "TPU v5e"), ("TPU v5", "TPU v5p"), ("NVIDIA H100 80GB HBM3", "H100 SXM"), ("cpu", None)],
+)
+def test_a_chip_is_known_by_the_name_that_jax_gives_it(kind, name):
+    chip = chips.of(kind)
+    assert (chip and chip.name) == name

@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.table import Table
 
 from gva_jax import runtime
-from gva_jax.bench.chips import CHIPS
 from gva_jax.bench.shapes import FAMILIES, DecodeShape
 from gva_jax.cache import init_cache
+from gva_jax.chips import CHIPS
 from gva_jax.config import require
 from gva_jax.display import Display
 from gva_jax.kernels import decode_attention

@@ -1,11 +1,9 @@
 """The training loop: prepare, resume, then step, report, evaluate, save, in this order."""
 
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
-import numpy as np
 
 from gva_jax import sharding
 from gva_jax.config import ConfigError, RunConfig
@@ -18,6 +16,7 @@ from gva_jax.train import optimizer as optimizers
 from gva_jax.train import state as states
 from gva_jax.train.checkpoint import Checkpoints, RunFolder
 from gva_jax.train.evaluation import Evaluation, evaluate
+from gva_jax.train.metrics import Meter
 from gva_jax.train.step import check_attention, make_eval_step, make_train_step, put
 from gva_jax.train.stopping import StopRequest
 
@@ -81,7 +80,7 @@ def train(config: RunConfig, display: Display | None = None) -> Report:
     development, options = None, config.train
     due = lambda every: every and step % every == 0
     with StopRequest() as stop, display.task("train", options.steps, start=step) as task:
-        meter = _Meter(folder, task, options.log_every, tokens)
+        meter = Meter(folder, task, options.log_every, tokens)
         while step < options.steps and stop.signum is None:
             # 1. Draw and dispatch: the device works while the rest of this round runs.
             state, metrics = train_step(state, put(next(iterator), mesh))
@@ -114,37 +113,3 @@ def train(config: RunConfig, display: Display | None = None) -> Report:
     display.say(f"development: {development}")
     display.say(f"held-out:    {heldout}")
     return Report(folder.path, step, corpus, model, {"params": state.params}, development, heldout)
-
-
-class _Meter:
-    """Writes and shows each step's figures one step late, when its results are there anyway."""
-
-    def __init__(self, folder: RunFolder, task, every: int, tokens: int):
-        self._folder, self._task, self._every, self._tokens = folder, task, every, tokens
-        self._pending = None
-        self.restart()
-
-    def restart(self) -> None:
-        """Leave what was done since the last report (an evaluation) out of the rate."""
-        self._since, self._steps = time.monotonic(), 0
-
-    def dispatched(self, step: int, metrics: dict) -> None:
-        self.flush()
-        self._pending = step, metrics
-
-    def flush(self) -> None:
-        """Report the pending step; waits for it."""
-        if self._pending is None:
-            return
-        (step, metrics), self._pending = self._pending, None
-        self._steps += 1
-        loss = float(metrics["loss"])
-        rate = self._steps * self._tokens / max(time.monotonic() - self._since, 1e-9)
-        self._task.advance(figures=f"loss {loss:.3f}  {rate:,.0f} tokens/s")
-        if not np.isfinite(loss):
-            rate = float(metrics["learning_rate"])
-            raise FloatingPointError(f"step {step}: loss is {loss} at learning rate {rate:.3g}")
-        if step % self._every == 0:
-            figures = {name: float(value) for name, value in metrics.items()}
-            self._folder.log({"step": step, **figures, "tokens_per_second": rate})
-            self.restart()
