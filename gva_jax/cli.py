@@ -1,13 +1,16 @@
 """The `gva` command: parse, call, print. Whatever is heavy is imported by the command that needs it.
 
-A user's mistake is a `ConfigError`: one line on standard error, exit code 2.
+A user's mistake is a `ConfigError`: one line on standard error, exit code 2. What fails on the way is a `RunError`: one
+line, exit code 1.
 """
 
+import os
+import signal
 import sys
 from collections.abc import Callable
 
 from gva_jax import __version__
-from gva_jax.config import ConfigError, cache_folder, shipped
+from gva_jax.config import ConfigError, RunError, cache_folder, shipped
 
 # Modules of `gva-jax[train]`, by the top-level name that an import error reports.
 TRAIN_EXTRA = {"optax", "orbax", "grain", "tensorflow_datasets", "array_record", "tokenizers"}
@@ -24,11 +27,14 @@ def main(argv: list[str] | None = None) -> int:
         if missing not in TRAIN_EXTRA:
             raise
         return _refuse(f"{missing} is not installed; it comes with: pip install 'gva-jax[train]'")
-    except FloatingPointError as error:  # a loss or weights that are not finite: the message says where
+    except (RunError, FloatingPointError) as error:  # or a loss or weights that are not finite: the message says where
         return _refuse(str(error), code=1)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as stop:
+        print("interrupted", file=sys.stderr, flush=True)
+        code = 128 + getattr(stop, "signum", signal.SIGINT)
+        if getattr(stop, "at_once", False):
+            os._exit(code)  # Python itself would wait for threads that write
+        return code
     except SystemExit as stop:  # how the parser ends when it has printed help
         return int(stop.code or 0)
 

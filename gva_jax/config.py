@@ -25,6 +25,10 @@ class ConfigError(ValueError):
     """A user's mistake, told in one line: the field, the value it has, and what would be right."""
 
 
+class RunError(RuntimeError):
+    """What ended work that was asked for rightly (a full disk, damaged files), told in one line."""
+
+
 def require(condition: bool, name: str, value: Any, right: str) -> None:
     """Raises `ConfigError("name = value: right")` unless `condition` holds."""
     if not condition:
@@ -230,14 +234,25 @@ class TrainConfig:
     eval_batches: int = 0
     # Save every so many steps (and at the end). 0: only at the end.
     checkpoint_every: int = 0
-    # Checkpoints kept.
+    # Newest checkpoints kept.
     keep: int = 2
+    # Checkpoints at multiples of so many steps are kept for good. 0: none.
+    keep_every: int = 0
+    # So many checkpoints with the lowest development loss are kept too. 0: none.
+    keep_best: int = 0
 
     def __post_init__(self):
         for name in ("steps", "accumulation", "log_every", "keep"):
             require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "must be 1 or more")
-        for name in ("eval_every", "eval_batches", "checkpoint_every"):
+        for name in ("eval_every", "eval_batches", "checkpoint_every", "keep_every", "keep_best"):
             require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "must not be negative")
+        saved, measured = self.checkpoint_every, self.eval_every
+        right = f"must be a multiple of train.checkpoint_every = {saved}, the steps that are saved"
+        met = not self.keep_every or (saved and self.keep_every % saved == 0)
+        require(met, "train.keep_every", self.keep_every, right)
+        right = f"needs train.checkpoint_every = {saved} to be a multiple of train.eval_every = {measured}"
+        met = not self.keep_best or (saved and measured and saved % measured == 0)
+        require(met, "train.keep_best", self.keep_best, right)
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,9 @@ def write(options: GenerateOptions) -> None:
         check_implementation(options.implementation)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    runtime.start(Display(console=Console(stderr=True, highlight=False, soft_wrap=True)))
-    model, variables, tokenizer = load(options.run)
+    aside = Display(console=Console(stderr=True, highlight=False, soft_wrap=True))
+    runtime.start(aside)
+    model, variables, tokenizer = load(options.run, aside.say)
     prompts = token_lists(options.prompt, tokenizer)
     growing = [Growing(tokenizer.decode_bytes) for _ in prompts]
     show = _silent if options.json else _stream if len(prompts) == 1 else _rows

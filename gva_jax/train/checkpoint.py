@@ -1,164 +1,195 @@
-"""Run folders and checkpoints, on Orbax.
+"""Checkpoints of a run, on Orbax: written in the background, whole or not at all, and checked when they are read.
 
-    RUNS/NAME/config.json       what the run is             RUNS/NAME/tokenizer.json
-    RUNS/NAME/run.json          corpus hash and versions    RUNS/NAME/metrics.jsonl
     RUNS/NAME/checkpoints/STEP  params | optimizer (step, optimiser, random state) | data (position in the data)
+                                fingerprint (of params and of optimizer) | metrics (development loss, if measured there)
+    RUNS/NAME/damaged/STEP      one that could not be read, moved here when an older one was gone back to
 """
 
-import json
 import os
-import platform
-import shutil
+import warnings
+from collections.abc import Callable
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 from jax.sharding import SingleDeviceSharding
+from orbax.checkpoint import checkpoint_managers as policies
 
-from gva_jax import config as configs
-from gva_jax.config import ConfigError, RunConfig
-from gva_jax.data import needs_extra
+from gva_jax.config import ConfigError, RunError, TrainConfig
 from gva_jax.data.tokenizer import Tokenizer
 from gva_jax.model import Transformer
+from gva_jax.train.failures import attempt, told
+from gva_jax.train.fingerprint import fingerprint
+from gva_jax.train.folder import read_config
 from gva_jax.train.state import TrainState
 
-# What may change between the parts of one run: where things lie, what computes, how often one looks, what is sampled.
-FREE_FIELDS = ("runs", "sample.", "mesh.", "model.attention.training_implementation", "data.directory",
-               "train.log_every", "train.eval_", "train.checkpoint_every", "train.keep")  # fmt: skip
-
-
-class RunFolder:
-    """The folder of one run. Created whole or not at all; an existing one is checked to hold the same run.
-
-    Raises:
-      ConfigError: the folder holds another run (naming the fields that differ), another corpus, or no run at all.
-    """
-
-    def __init__(self, config: RunConfig, corpus_hash: str, tokenizer: Tokenizer):
-        self.path = config.folder
-        if self.path.exists():
-            self._check(config, corpus_hash)
-            return
-        facts = {"corpus_hash": corpus_hash, "python": platform.python_version()}
-        facts |= {name: version(name) for name in ("jax", "flax", "optax", "orbax-checkpoint", "grain")}
-        partial = self.path.with_name(f".{self.path.name}.partial-{os.getpid()}")
-        try:
-            partial.mkdir(parents=True)
-            (partial / "config.json").write_text(json.dumps(configs.to_dict(config), indent=2) + "\n")
-            (partial / "run.json").write_text(json.dumps(facts, indent=2) + "\n")
-            tokenizer.save(partial / "tokenizer.json")
-            partial.rename(self.path)
-        except OSError as error:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise ConfigError(f"run folder {str(self.path)!r} cannot be made: {error.strerror}") from error
-
-    def _check(self, config: RunConfig, corpus_hash: str) -> None:
-        old = read_config(self.path)
-        changed = [d for d in configs.difference(old, config) if not d.startswith(FREE_FIELDS)]
-        advice = "give another --name, or remove the folder"
-        if changed:
-            raise ConfigError(f"{str(self.path)!r} holds another run ({'; '.join(changed)}): {advice}")
-        known = json.loads((self.path / "run.json").read_text())["corpus_hash"]
-        if known != corpus_hash:
-            told = f"its corpus has hash {known[:12]}, the one at hand {corpus_hash[:12]}"
-            raise ConfigError(f"{str(self.path)!r} was trained on other text ({told}): {advice}")
-
-    def truncate_metrics(self, step: int) -> None:
-        """Forget what was logged after `step`, which is about to be trained again."""
-        path = self.path / "metrics.jsonl"
-        if path.exists():
-            lines = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= step]
-            _replace_text(path, "".join(line + "\n" for line in lines))
-
-    def log(self, record: dict) -> None:
-        """Append one line to metrics.jsonl."""
-        with (self.path / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(record) + "\n")
-
-
-def _replace_text(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text)
-    partial.replace(path)
-
-
-def read_config(run: str | os.PathLike) -> RunConfig:
-    """The config of a run folder.
-
-    Raises:
-      ConfigError: there is no such folder, or no run in it.
-    """
-    path = Path(run)
-    if not path.is_dir():
-        raise ConfigError(f"run {str(run)!r}: no such folder; give the folder that `gva train` named at its end")
-    if not (path / "config.json").is_file():
-        raise ConfigError(f"{str(run)!r} is not the folder of a run: it holds no config.json")
-    return configs.from_dict(RunConfig, json.loads((path / "config.json").read_text()))
+_ITEMS = ("params", "optimizer", "data", "fingerprint")
 
 
 class Checkpoints:
-    """Saves and restores a run's whole state: parameters, optimiser, step, random state and position in the data."""
+    """Saves and restores a run's whole state: parameters, optimiser, step, random state and position in the data.
 
-    def __init__(self, run: str | os.PathLike, keep: int | None = None):
-        self._ocp = needs_extra("orbax.checkpoint")
-        options = self._ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=keep is not None)
-        self._manager = self._ocp.CheckpointManager((Path(run) / "checkpoints").resolve(), options=options)
+    `train` says which checkpoints are kept: the newest `keep`, those at multiples of `keep_every`, and the `keep_best`
+    with the lowest development loss. Without it nothing is written or tidied up.
+
+    A checkpoint is written under a temporary name and renamed when it is complete; what an earlier process left
+    half-written is removed. All processes call every method, at the same point of their work.
+
+    Raises:
+      RunError: the folder cannot be written.
+    """
+
+    def __init__(self, run: str | os.PathLike, train: TrainConfig | None = None):
+        self._folder = (Path(run) / "checkpoints").resolve()
+        if train is None:
+            options = dict(read_only=True)
+        else:
+            options = dict(cleanup_tmp_directories=True, preservation_policy=_preservation(train))
+            options |= dict(best_fn=_development_loss, best_mode="min")  # this makes Orbax write and read the metrics
+        with told(lambda reason: f"{str(self._folder)!r} cannot hold checkpoints: {reason}"):
+            self._manager = _Manager(self._folder, item_names=_ITEMS, options=ocp.CheckpointManagerOptions(**options))
+
+    # ---- writing -----------------------------------------------------------------------------------------------------
 
     @property
     def latest(self) -> int | None:
-        """The newest saved step."""
-        return self._manager.latest_step()
+        """The newest step that is completely written, on disk."""
+        return max(self._steps(), default=None)
 
-    def save(self, state: TrainState, iterator) -> None:
+    def save(self, state: TrainState, iterator, development_loss: float | None = None) -> None:
         """Write in the background, under the state's step; `iterator` is the Grain iterator that feeds the run.
 
         Its state is the same in every process and one of them writes it, so that others, however many, can go on.
-        """
-        save = self._ocp.args.StandardSave
-        step = int(state.step)
-        if step in self._manager.all_steps():
-            return
-        rest = {"step": state.step, "opt_state": state.opt_state, "rng": state.rng}
-        data = self._ocp.args.JsonSave(iterator.get_state())
-        items = {"params": save(state.params), "optimizer": save(rest), "data": data}
-        self._manager.save(step, args=self._ocp.args.Composite(**items))
-
-    def restore(self, abstract_state: TrainState, iterator) -> TrainState:
-        """The newest state, laid out as `abstract_state` declares; `iterator` is moved to where the run stood.
+        A step that is there already is left as it is.
 
         Raises:
-          ConfigError: an older version saved it, whose batches came in another order.
+          RunError: this one cannot be written, or the one before it could not be.
         """
-        if any((Path(self._manager.directory) / str(self.latest) / "data").glob("process_*")):
-            told = "was saved by an older version, which read the text in another order: give another --name"
-            raise ConfigError(f"{str(self._manager.directory)!r} {told}")
-        restore = self._ocp.args.StandardRestore
-        rest = {name: getattr(abstract_state, name) for name in ("step", "opt_state", "rng")}
-        items = {"params": restore(abstract_state.params), "optimizer": restore(rest),
-                 "data": self._ocp.args.JsonRestore()}  # fmt: skip
-        restored = self._manager.restore(self.latest, args=self._ocp.args.Composite(**items))
-        iterator.set_state(restored["data"])
-        return replace(abstract_state, params=restored["params"], **restored["optimizer"])
+        step = int(state.step)
+        self.wait()
+        if step in self._manager.all_steps():
+            return
+        array, plain = ocp.args.StandardSave, ocp.args.JsonSave
+        rest = _rest(state)
+        prints = {"params": int(fingerprint(state.params)), "optimizer": int(fingerprint(rest))}
+        items = {"params": array(state.params), "optimizer": array(rest), "data": plain(iterator.get_state()),
+                 "fingerprint": plain(prints)}  # fmt: skip
+        metrics = None if development_loss is None else {"development_loss": float(development_loss)}
+        with self._writing():
+            self._manager.save(step, args=ocp.args.Composite(**items), metrics=metrics)
 
-    def restore_params(self, abstract_params, step: int | None = None):
-        """Parameters only."""
-        items = self._ocp.args.Composite(params=self._ocp.args.StandardRestore(abstract_params))
-        return self._manager.restore(self.latest if step is None else step, args=items)["params"]
+    def check(self) -> None:
+        """Without waiting: raises what `wait` would, soon after it happened."""
+        if not self._manager.is_saving_in_progress():
+            self.wait()
 
     def wait(self) -> None:
-        """Until everything is written. Raises what a background write raised."""
-        self._manager.wait_until_finished()
+        """Until everything is written.
+
+        Raises:
+          RunError: something could not be written; checkpoints that were complete before still are.
+        """
+        with self._writing():
+            self._manager.wait_until_finished()
 
     def close(self) -> None:
-        self._manager.close()
+        """`wait`, and let go of threads."""
+        with self._writing():
+            self._manager.close()
+
+    def _writing(self):
+        def message(reason):
+            left = "there is no other yet" if self.latest is None else f"step {self.latest} is whole"
+            return f"a checkpoint cannot be written to {str(self._folder)!r}: {reason}; {left}"
+
+        return told(message)
+
+    # ---- reading -----------------------------------------------------------------------------------------------------
+
+    def restore(self, abstract_state: TrainState, iterator, say: Callable[[str], None] = warnings.warn) -> TrainState:
+        """The newest state that is whole, laid out as `abstract_state` declares, on whatever mesh that is.
+
+        `iterator` is moved to where the run stood. What is damaged is told to `say` and moved out of the way, so that
+        its step can be saved again; nothing is deleted.
+
+        Raises:
+          RunError: there is a checkpoint, but none that is whole. All are left where they are.
+          ConfigError: an older version saved it, whose batches came in another order.
+        """
+        if any((self._folder / str(self.latest) / "data").glob("process_*")):
+            told = "was saved by an older version, which read the text in another order: give another --name"
+            raise ConfigError(f"{str(self._folder)!r} {told}")
+        abstract = {"params": abstract_state.params, "optimizer": _rest(abstract_state)}
+
+        def read(step: int) -> TrainState:
+            restored, data = self._read(step, abstract, "data")
+            iterator.set_state(data)
+            return replace(abstract_state, params=restored["params"], **restored["optimizer"])
+
+        state, damaged = self._newest_whole(read, say)
+        if damaged:
+            self._move_away(damaged)
+        return state
+
+    def restore_params(self, abstract_params, say: Callable[[str], None] = warnings.warn):
+        """Parameters only, of the newest checkpoint whose parameters are whole. Raises as `restore`; moves nothing."""
+        return self._newest_whole(lambda step: self._read(step, {"params": abstract_params})[0]["params"], say)[0]
+
+    def _read(self, step: int, abstract: dict, *plain: str) -> tuple:
+        """What is saved of `abstract`'s items, and then the `plain` ones. Raises anything, if it is damaged."""
+        array, json = ocp.args.StandardRestore, ocp.args.JsonRestore
+        items = {name: array(tree) for name, tree in abstract.items()}
+        items |= {name: json() for name in ("fingerprint", *plain)}
+        restored = self._manager.restore(step, args=ocp.args.Composite(**items))
+        for name in abstract:
+            if int(fingerprint(restored[name])) != restored["fingerprint"][name]:
+                raise ValueError(f"{name}: not the values that were saved")
+        return {name: restored[name] for name in abstract}, *(restored[name] for name in plain)
+
+    def _newest_whole(self, read: Callable[[int], Any], say: Callable[[str], None]) -> tuple[Any, list[int]]:
+        """`read(step)` of the newest step where it succeeds in every process, and the newer steps where it did not."""
+        damaged, steps = [], sorted(self._steps(), reverse=True)
+        for step, before in zip(steps, [*steps[1:], None], strict=True):
+            found, reason = attempt(lambda step=step: read(step))
+            if _everywhere(reason is None):
+                return found, damaged
+            damaged.append(step)
+            reason = reason or "it cannot be read in another process"
+            told = f"checkpoint {step} in {str(self._folder)!r} is damaged ({reason})"
+            if before is None:
+                whole = "and there is none before it" if len(steps) == 1 else "and so are all before it"
+                raise RunError(f"{told}, {whole}; nothing has been removed")
+            say(f"{told}: going back to step {before}")
+        raise RunError(f"{str(self._folder)!r} holds no checkpoint")
+
+    def _move_away(self, steps: list[int]) -> None:
+        if jax.process_index() == 0:
+            target = self._folder.with_name("damaged")
+            target.mkdir(exist_ok=True)
+            for step in steps:
+                names = (str(step), *(f"{step}.{i}" for i in range(1, 1000)))
+                free = next(name for name in names if not (target / name).exists())
+                (self._folder / str(step)).rename(target / free)
+        _everywhere(True)
+        self._manager.reload()
+
+    def _steps(self) -> list[int]:
+        """Of what is complete: what is being written has another name."""
+        return [int(p.name) for p in self._folder.glob("*") if p.name.isdigit()] if self._folder.is_dir() else []
 
 
-def load(run: str | os.PathLike) -> tuple[Transformer, dict, Tokenizer]:
+def load(run: str | os.PathLike, say: Callable[[str], None] = warnings.warn) -> tuple[Transformer, dict, Tokenizer]:
     """A trained run as `(model, variables, tokenizer)`, parameters from its newest checkpoint on the default device.
+
+    Where that is damaged, which `say` is told, from the one before it.
 
     Raises:
       ConfigError: no such run, or no checkpoint in it yet.
+      RunError: none of its checkpoints is whole.
     """
     config = read_config(run)
     checkpoints = Checkpoints(run)
@@ -168,6 +199,41 @@ def load(run: str | os.PathLike) -> tuple[Transformer, dict, Tokenizer]:
     shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), jax.numpy.zeros((1, 1), jax.numpy.int32))["params"])
     device = SingleDeviceSharding(jax.devices()[0])
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), shapes)
-    params = checkpoints.restore_params(shapes)
+    params = checkpoints.restore_params(shapes, say)
     checkpoints.close()
     return model, {"params": params}, Tokenizer.load(Path(run) / "tokenizer.json")
+
+
+def _rest(state: TrainState) -> dict:
+    return {name: getattr(state, name) for name in ("step", "opt_state", "rng")}
+
+
+def _development_loss(metrics: dict) -> float:
+    """For ranking: what is not finite comes last."""
+    loss = metrics["development_loss"]
+    return loss if np.isfinite(loss) else np.inf
+
+
+def _preservation(train: TrainConfig) -> policies.PreservationPolicy:
+    kept = [policies.LatestN(train.keep)]
+    if train.keep_every:
+        kept.append(policies.EveryNSteps(train.keep_every))
+    if train.keep_best:
+        best = dict(get_metric_fn=_development_loss, reverse=True, keep_checkpoints_without_metrics=False)
+        kept.append(policies.BestN(n=train.keep_best, **best))
+    return policies.AnyPreservationPolicy(kept)
+
+
+class _Manager(ocp.CheckpointManager):
+    """Orbax's, which does not start where the metrics of any checkpoint are garbage."""
+
+    def metrics(self, step: int) -> dict | None:
+        try:
+            return super().metrics(step)
+        except ValueError:
+            return None  # not ranked
+
+
+def _everywhere(here: bool) -> bool:
+    """Whether it holds in every process; waits for all of them."""
+    return here if jax.process_count() == 1 else bool(np.all(multihost_utils.process_allgather(np.array(here))))

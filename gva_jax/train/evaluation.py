@@ -42,13 +42,20 @@ class Evaluation:
 
 
 def evaluate(
-    eval_step: Callable, params, batches: Iterable[dict[str, np.ndarray]], mesh: Mesh, most: int = 0
-) -> Evaluation:
-    """Run `eval_step` over `batches` (over the first `most` of them, if given)."""
+    eval_step: Callable,
+    params,
+    batches: Iterable[dict[str, np.ndarray]],
+    mesh: Mesh,
+    most: int = 0,
+    stopped: Callable[[], bool] = lambda: False,
+) -> Evaluation | None:
+    """Run `eval_step` over `batches` (the first `most` of them, if given). None if it was `stopped()` between two."""
     sums, pending = np.zeros(3, np.float64), None
     for i, batch in enumerate(batches):
         if most and i == most:
             break
+        if stopped():
+            return None
         current = eval_step(params, put(batch, mesh))
         if pending is not None:
             sums += np.asarray(pending, np.float64)  # while the device works on the current one

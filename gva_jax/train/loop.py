@@ -1,6 +1,6 @@
 """The training loop: prepare, resume, then step, report, evaluate, save, in this order."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -14,8 +14,9 @@ from gva_jax.display import Display
 from gva_jax.model import Transformer
 from gva_jax.train import optimizer as optimizers
 from gva_jax.train import state as states
-from gva_jax.train.checkpoint import Checkpoints, RunFolder
+from gva_jax.train.checkpoint import Checkpoints
 from gva_jax.train.evaluation import Evaluation, evaluate
+from gva_jax.train.folder import RunFolder
 from gva_jax.train.metrics import Meter
 from gva_jax.train.step import check_attention, make_eval_step, make_train_step, put
 from gva_jax.train.stopping import StopRequest
@@ -36,12 +37,18 @@ class Report:
 
 
 def train(config: RunConfig, display: Display | None = None) -> Report:
-    """Train `config` to its end, or continue it from its newest checkpoint.
+    """Train `config` to its end, or continue it from its newest checkpoint that is whole.
 
     Raises:
       ConfigError: anything that cannot work, before the run's folder is made.
+      RunError: the run's folder cannot be written any more, or none of its checkpoints can be read.
+      Interrupted: a signal came before the run had begun, or a second one after that.
     """
-    display = display or Display()
+    with StopRequest() as stop:
+        return _train(config, display or Display(), stop)
+
+
+def _train(config: RunConfig, display: Display, stop: StopRequest) -> Report:
     if "float64" in (config.model.dtype, config.model.param_dtype) and not jax.config.jax_enable_x64:
         raise ConfigError("model.dtype, model.param_dtype = 'float64': need the environment variable JAX_ENABLE_X64=1")
     model = Transformer(config.model)
@@ -60,15 +67,18 @@ def train(config: RunConfig, display: Display | None = None) -> Report:
     train_step = make_train_step(model, optimizer, schedule, abstract, mesh, config.train.accumulation)
     eval_step = make_eval_step(model, abstract, mesh, corpus.tokenizer.token_bytes())
 
-    def measure(params, split: str, most: int = 0) -> Evaluation:
-        return evaluate(eval_step, params, evaluation_batches(corpus, split, config.data, **processes), mesh, most)
+    def measure(params, split: str, most: int = 0) -> Evaluation | None:
+        batches = evaluation_batches(corpus, split, config.data, **processes)
+        return evaluate(eval_step, params, batches, mesh, most, stop.requested)
 
+    stop.defer()
     folder = RunFolder(config, corpus.hash, corpus.tokenizer)
-    checkpoints = Checkpoints(folder.path, config.train.keep)
+    checkpoints = Checkpoints(folder.path, config.train)
     if checkpoints.latest is None:
         state, step = states.create(model, optimizer, config.train.seed, mesh), 0
     else:
-        state, step = checkpoints.restore(abstract, iterator), checkpoints.latest
+        state = checkpoints.restore(abstract, iterator, display.say)
+        step = int(state.step)
         display.say(f"resumed {folder.path} at step {step:,} of {config.train.steps:,}")
     folder.truncate_metrics(step)
 
@@ -78,38 +88,50 @@ def train(config: RunConfig, display: Display | None = None) -> Report:
     display.say(f"model: {parameters:,} parameters; mesh: {shape}; {tokens:,} tokens a step")
 
     development, options = None, config.train
-    due = lambda every: every and step % every == 0
-    with StopRequest() as stop, display.task("train", options.steps, start=step) as task:
+    due = lambda every: every and step % every == 0 and step < options.steps
+    with display.task("train", options.steps, start=step) as task:
         meter = Meter(folder, task, options.log_every, tokens)
-        while step < options.steps and stop.signum is None:
+
+        def develop() -> Evaluation | None:
+            meter.flush()
+            if found := measure(state.params, "development", options.eval_batches):
+                folder.log({"step": step, **found.figures("development")})
+                display.say(f"step {step:,}: development {found}")
+            meter.restart()
+            return found
+
+        if step and due(options.eval_every) and not folder.has_logged(step, "development_loss"):
+            development = develop()  # a signal broke this one off
+        while step < options.steps and not stop.requested():
             # 1. Draw and dispatch: the device works while the rest of this round runs.
             state, metrics = train_step(state, put(next(iterator), mesh))
             step += 1
             # 2. Report the step before: never wait for the one that is running.
             meter.dispatched(step, metrics)
             # 3. Evaluate and save; only then is the next batch drawn, so a checkpoint holds exactly what was trained.
-            if due(options.eval_every) and step < options.steps:
-                meter.flush()
-                development = measure(state.params, "development", options.eval_batches)
-                folder.log({"step": step, **development.figures("development")})
-                display.say(f"step {step:,}: development {development}")
-                meter.restart()
-            if due(options.checkpoint_every) and step < options.steps:
-                checkpoints.save(state, iterator)
+            checkpoints.check()
+            development = develop() if due(options.eval_every) else None
+            if due(options.checkpoint_every) and not stop.requested():
+                meter.flush()  # what a checkpoint holds has been logged
+                checkpoints.save(state, iterator, development and development.loss)
         meter.flush()
-        checkpoints.save(state, iterator)
+        if stop.requested():
+            display.say(f"stopping at step {step:,}; a second signal ends at once")
+        if step:
+            checkpoints.save(state, iterator, development and development.loss)
         checkpoints.wait()
-        stopped_by = stop.signum
 
     checkpoints.close()
     iterator.close()
-    report = Report(folder.path, step, corpus, model, {"params": state.params}, stopped_by=stopped_by)
-    if stopped_by is not None and step < options.steps:
-        done = f"step {step:,} of {options.steps:,}"
-        display.say(f"stopped at {done}, saved in {folder.path}; the same command continues")
-        return report
-    development, heldout = measure(state.params, "development"), measure(state.params, "heldout")
-    folder.log({"step": step, **development.figures("development"), **heldout.figures("heldout")})
+    report = Report(folder.path, step, corpus, model, {"params": state.params})
+    if step == options.steps and (development := measure(state.params, "development")):
+        report = replace(report, development=development, heldout=measure(state.params, "heldout"))
+    if report.heldout is None:
+        done = f"step {step:,} of {options.steps:,}" + (f", saved in {folder.path}" if step else "")
+        display.say(f"stopped at {done}; the same command continues")
+        return replace(report, stopped_by=stop.signum)
+    if not folder.has_logged(step, "heldout_loss"):
+        folder.log({"step": step, **development.figures("development"), **report.heldout.figures("heldout")})
     display.say(f"development: {development}")
-    display.say(f"held-out:    {heldout}")
-    return Report(folder.path, step, corpus, model, {"params": state.params}, development, heldout)
+    display.say(f"held-out:    {report.heldout}")
+    return report

@@ -4,7 +4,7 @@ import time
 
 import numpy as np
 
-from gva_jax.train.checkpoint import RunFolder
+from gva_jax.train.folder import RunFolder
 
 
 class Meter:

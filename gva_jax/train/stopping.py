@@ -2,15 +2,34 @@
 
 import signal
 import threading
+import time
+
+# Launchers deliver a signal to a process and to its group: what comes within so many seconds is the same request.
+_SAME = 1.0
+
+
+class Interrupted(KeyboardInterrupt):
+    """Work was broken off by the signal `signum`. `at_once`: without waiting for what is written in the background."""
+
+    def __init__(self, signum: int, at_once: bool):
+        super().__init__(signum)
+        self.signum, self.at_once = int(signum), at_once
 
 
 class StopRequest:
-    """Context manager; `signum` is the signal that asked to stop, or None."""
+    """Context manager that listens to SIGINT and SIGTERM.
+
+    Until `defer` is called a signal raises `Interrupted`: nothing has been done yet that is not found again. From then
+    on the first is remembered in `signum`, for the work to ask between its pieces, and the second raises.
+
+    Python hears of a signal between two of its own instructions, so a compilation that is running comes to its end.
+    """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
     def __init__(self):
         self.signum: int | None = None
+        self._deferred, self._asked_at = False, 0.0
         self._previous = {}
 
     def __enter__(self):
@@ -22,7 +41,18 @@ class StopRequest:
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
 
+    def defer(self) -> None:
+        """From here on a signal waits until it is asked for."""
+        self._deferred = True
+
+    def requested(self) -> bool:
+        """Whether to stop; to be asked between steps and between batches of an evaluation."""
+        return self.signum is not None
+
     def _ask(self, signum, _frame):
-        if self.signum is not None:
-            raise KeyboardInterrupt
-        self.signum = signum
+        if not self._deferred:
+            raise Interrupted(signum, at_once=False)
+        if self.signum is None:
+            self.signum, self._asked_at = int(signum), time.monotonic()
+        elif time.monotonic() - self._asked_at > _SAME:
+            raise Interrupted(signum, at_once=True)

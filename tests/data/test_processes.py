@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 index, address, folder, fields = int(sys.argv[1]), sys.argv[2], sys.argv[3], json.loads(sys.argv[4])
 jax.distributed.initialize(address, 2, index)
-from gva_jax.config import DataConfig
+from gva_jax.config import DataConfig, TrainConfig
 from gva_jax.data.loader import train_iterator
 from gva_jax.data.prepare import prepare
 from gva_jax.display import Display
@@ -44,7 +44,7 @@ for _ in range(3):
         np.testing.assert_array_equal(multihost_utils.process_allgather(array, tiled=True), whole[name])
 zero = jax.device_put(np.zeros((), np.int32), NamedSharding(mesh, P()))
 state = TrainState(step=zero + 3, params={"w": zero + 1}, opt_state={"m": zero + 2}, rng=zero)
-checkpoints = Checkpoints(folder, keep=1)
+checkpoints = Checkpoints(folder, TrainConfig(keep=1))
 checkpoints.save(state, iterator)
 checkpoints.wait()
 checkpoints.close()

@@ -16,8 +16,9 @@ from gva_jax.data.prepare import prepare
 from gva_jax.display import Display
 from gva_jax.model import Transformer
 from gva_jax.train import state as states
-from gva_jax.train.checkpoint import Checkpoints, read_config
+from gva_jax.train.checkpoint import Checkpoints
 from gva_jax.train.evaluation import evaluate
+from gva_jax.train.folder import read_config
 from gva_jax.train.loop import train
 from gva_jax.train.step import make_eval_step
 
