@@ -5,7 +5,9 @@
     RUNS/NAME/damaged/STEP      one that could not be read, moved here when an older one was gone back to
 """
 
+import errno
 import os
+import shutil
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -48,9 +50,16 @@ class Checkpoints:
         if train is None:
             options = dict(read_only=True)
         else:
-            options = dict(cleanup_tmp_directories=True, preservation_policy=_preservation(train))
+            options = dict(preservation_policy=_preservation(train))
             options |= dict(best_fn=_development_loss, best_mode="min")  # this makes Orbax write and read the metrics
         with told(lambda reason: f"{str(self._folder)!r} cannot hold checkpoints: {reason}"):
+            if train is not None:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                if not os.access(self._folder, os.W_OK):  # not only when the first one is due
+                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+                if jax.process_index() == 0:  # at once: Orbax would do it later, in a thread
+                    for left in self._folder.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}"):
+                        shutil.rmtree(left)
             self._manager = _Manager(self._folder, item_names=_ITEMS, options=ocp.CheckpointManagerOptions(**options))
 
     # ---- writing -----------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ _LONGEST = 200
 @contextlib.contextmanager
 def told(message: Callable[[str], str]) -> Iterator[None]:
     """What fails inside raises `RunError(message(reason))`."""
-    silence_log()
+    silence()
     try:
         yield
     except RunError:
@@ -42,14 +42,9 @@ def reason(error: BaseException) -> str:
 
 
 def attempt(read: Callable[[], Any]) -> tuple[Any, str | None]:
-    """`(read(), None)`, or `(None, reason)` where it fails.
-
-    When one array of several cannot be read, Orbax raises at once; the others then fail in threads of TensorStore that
-    nobody listens to any more, and Python would print all their tracebacks.
-    """
-    silence_log()
-    hooks = sys.unraisablehook, sys.excepthook
-    sys.unraisablehook = sys.excepthook = lambda *_: None
+    """`(read(), None)`, or `(None, reason)` where it fails."""
+    silence()
+    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None  # one array fails: all that are read with it do
     try:
         try:
             return read(), None
@@ -59,13 +54,26 @@ def attempt(read: Callable[[], Any]) -> tuple[Any, str | None]:
         time.sleep(0.1)  # until the last of them has failed
         return None, why
     finally:
-        sys.unraisablehook, sys.excepthook = hooks
+        sys.unraisablehook = hook
 
 
-def silence_log() -> None:
-    """Orbax logs, with tracebacks, what it also raises."""
+def silence() -> None:
+    """Keep Orbax from printing tracebacks of what it also raises."""
     logging.getLogger("absl").addFilter(_not_of_orbax)
+    if not isinstance(sys.unraisablehook, _OfOthers):
+        sys.unraisablehook = _OfOthers(sys.unraisablehook)
 
 
 def _not_of_orbax(record: logging.LogRecord) -> bool:
     return f"{os.sep}orbax{os.sep}" not in record.pathname
+
+
+class _OfOthers:
+    """When one write of several fails, Orbax ends their event loop, and the others find nobody to tell."""
+
+    def __init__(self, hook):
+        self._hook = hook
+
+    def __call__(self, unraisable):
+        if str(unraisable.exc_value) != "Event loop is closed":
+            self._hook(unraisable)
