@@ -6,6 +6,7 @@
 """
 
 import json
+import math
 import os
 import platform
 import shutil
@@ -25,7 +26,7 @@ from gva_jax.train.state import TrainState
 
 # What may change between the parts of one run: where things lie, what computes, how often one looks, what is sampled.
 FREE_FIELDS = ("runs", "sample.", "mesh.", "model.attention.training_implementation", "data.directory",
-               "train.log_every", "train.eval_", "train.checkpoint_every", "train.keep")  # fmt: skip
+               "train.log_every", "train.eval_", "train.checkpoint_every", "train.keep", "train.max_skips")  # fmt: skip
 
 
 class RunFolder:
@@ -72,7 +73,8 @@ class RunFolder:
             _replace_text(path, "".join(line + "\n" for line in lines))
 
     def log(self, record: dict) -> None:
-        """Append one line to metrics.jsonl."""
+        """Append one line to metrics.jsonl; a figure that is not finite, which JSON does not have, is null there."""
+        record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         with (self.path / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(record) + "\n")
 

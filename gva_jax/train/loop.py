@@ -16,6 +16,7 @@ from gva_jax.train import optimizer as optimizers
 from gva_jax.train import state as states
 from gva_jax.train.checkpoint import Checkpoints, RunFolder
 from gva_jax.train.evaluation import Evaluation, evaluate
+from gva_jax.train.guard import SkipLimit
 from gva_jax.train.metrics import Meter
 from gva_jax.train.step import check_attention, make_eval_step, make_train_step, put
 from gva_jax.train.stopping import StopRequest
@@ -40,6 +41,7 @@ def train(config: RunConfig, display: Display | None = None) -> Report:
 
     Raises:
       ConfigError: anything that cannot work, before the run's folder is made.
+      FloatingPointError: more than `train.max_skips` steps in a row had to be skipped.
     """
     display = display or Display()
     if "float64" in (config.model.dtype, config.model.param_dtype) and not jax.config.jax_enable_x64:
@@ -80,7 +82,8 @@ def train(config: RunConfig, display: Display | None = None) -> Report:
     development, options = None, config.train
     due = lambda every: every and step % every == 0
     with StopRequest() as stop, display.task("train", options.steps, start=step) as task:
-        meter = Meter(folder, task, options.log_every, tokens)
+        skips = SkipLimit(options.max_skips, checkpoints, display)
+        meter = Meter(folder, task, options.log_every, tokens, skips)
         while step < options.steps and stop.signum is None:
             # 1. Draw and dispatch: the device works while the rest of this round runs.
             state, metrics = train_step(state, put(next(iterator), mesh))
