@@ -37,11 +37,11 @@ def nothing_seen(params) -> NormStatistics:
 
 
 def bounded(seen: NormStatistics, norm: Float[Array, ""], z_threshold: float) -> Float[Array, ""]:
-    """`norm`, or what ZClip puts in its place where it stands out; always `norm` during the warm-up."""
+    """`norm`, or what ZClip puts in its place where it stands out; always `norm` in the warm-up or if not finite."""
     norm = norm.astype(seen.mean.dtype)
     deviation = jnp.sqrt(seen.variance)
     z = (norm - seen.mean) / (deviation + _EPS)
-    outlier = (seen.count >= WARMUP) & (z > z_threshold)
+    outlier = (seen.count >= WARMUP) & (z > z_threshold) & jnp.isfinite(norm)
     return jnp.where(outlier, seen.mean + deviation * z_threshold**2 / z, norm)
 
 
