@@ -183,6 +183,12 @@ class OptimizerConfig:
     weight_decay: float = 0.1
     # Clip gradients to this global norm. None: do not clip.
     clip_norm: float | None = 1.0
+    # norm: by clip_norm alone. zclip: by the norms so far as well; one that stands out from them is clipped (ZClip).
+    clip: Literal["norm", "zclip"] = "norm"
+    # A norm stands out if it is so many standard deviations above the running mean (zclip only).
+    clip_z: float = 2.5
+    # Skip steps whose norm is so many standard deviations above the running mean. None: only those not finite.
+    skip_spikes: float | None = None
 
     def __post_init__(self):
         require(self.learning_rate > 0, "optimizer.learning_rate", self.learning_rate, "must be above 0")
@@ -193,6 +199,10 @@ class OptimizerConfig:
         require(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "must not be negative")
         positive = self.clip_norm is None or self.clip_norm > 0
         require(positive, "optimizer.clip_norm", self.clip_norm, "must be above 0, or None")
+        require(self.clip in ("norm", "zclip"), "optimizer.clip", self.clip, "must be norm or zclip")
+        require(self.clip_z > 0, "optimizer.clip_z", self.clip_z, "must be above 0")
+        positive = self.skip_spikes is None or self.skip_spikes > 0
+        require(positive, "optimizer.skip_spikes", self.skip_spikes, "must be above 0, or None")
 
 
 @dataclass(frozen=True)
@@ -240,11 +250,13 @@ class TrainConfig:
     keep_every: int = 0
     # So many checkpoints with the lowest development loss are kept too. 0: none.
     keep_best: int = 0
+    # Steps in a row that may be skipped, because loss or gradients are not finite, or spike; one more ends the run.
+    max_skips: int = 10
 
     def __post_init__(self):
         for name in ("steps", "accumulation", "log_every", "keep"):
             require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "must be 1 or more")
-        for name in ("eval_every", "eval_batches", "checkpoint_every", "keep_every", "keep_best"):
+        for name in ("eval_every", "eval_batches", "checkpoint_every", "keep_every", "keep_best", "max_skips"):
             require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "must not be negative")
         saved, measured = self.checkpoint_every, self.eval_every
         right = f"must be a multiple of train.checkpoint_every = {saved}, the steps that are saved"

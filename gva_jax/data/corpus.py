@@ -5,9 +5,11 @@ DIR/tokenizer.json   the tokenizer, as JSON of Hugging Face `tokenizers`
 DIR/tokens/1.0.0     the documents' tokens: a TFDS data set of ArrayRecord shards
 """
 
+import bisect
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Sequence
@@ -61,12 +63,66 @@ class Corpus:
         return Tokenizer.load(self.folder / TOKENIZER)
 
     def source(self, split: str) -> Sequence[dict[str, np.ndarray]]:
-        """Random access to a split's documents: `source[i]["tokens"]` is (n,), without end-of-text ids."""
-        return self.builder().as_data_source(split)
+        """Random access to a split's documents: `source[i]["tokens"]` is (n,), without end-of-text ids.
+
+        A shard that cannot be read, whenever that is found, is a `ConfigError`.
+        """
+        return _Documents(self, split)
 
     def builder(self):
-        """The TFDS builder of the shards, read-only."""
-        return needs_extra("tensorflow_datasets").builder_from_directory(self.folder / DATASET)
+        """The TFDS builder of the shards, read-only.
+
+        Raises:
+          ConfigError: what TFDS keeps beside the shards is missing or damaged.
+        """
+        tfds = needs_extra("tensorflow_datasets")
+        try:
+            return tfds.builder_from_directory(self.folder / DATASET)
+        except Exception as error:  # of several libraries
+            wrong = f"dataset_info.json or features.json is missing or damaged ({_first_line(error)})"
+            raise ConfigError(f"{str(self.folder / DATASET)!r}: {wrong}: prepare the corpus anew") from error
+
+
+class _Documents(Sequence):
+    """TFDS's data source of a split, which names the shard where reading fails."""
+
+    def __init__(self, corpus: Corpus, split: str):
+        described = read_manifest(corpus.folder)
+        self._folder, self._made_from = corpus.folder, described["recipe"]["source"]
+        self._shards = [Shard(**shard) for shard in described["shards"] if shard["split"] == split]
+        self._ends = list(itertools.accumulate(shard.documents for shard in self._shards))
+        self._documents = corpus.builder().as_data_source(split)
+
+    def __len__(self) -> int:
+        return len(self._documents)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> Sequence[dict[str, np.ndarray]]:
+        try:
+            return self._documents.__getitems__(indices)
+        except Exception:  # RuntimeError of ArrayRecord, in the main; which of the shards it was is not told
+            return [self._read(index) for index in indices]
+
+    def _read(self, index: int) -> dict[str, np.ndarray]:
+        try:
+            return self._documents[index]
+        except IndexError:
+            raise
+        except Exception as error:
+            shard = self._shards[bisect.bisect(self._ends, index % self._ends[-1])]
+            check = f"`gva prepare {self._made_from} --out {self._folder}`, as it was given, checks the others"
+            try:
+                shard.check(self._folder / DATASET, whole=True)
+            except ConfigError as found:
+                raise ConfigError(f"{found}; {check}") from error
+            path = str(self._folder / DATASET / shard.file)
+            raise ConfigError(f"shard {path!r} cannot be read: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def write_manifest(corpus: Corpus, recipe: dict, input_hash: str, shards: list[Shard]) -> None:
@@ -114,12 +170,18 @@ def open_corpus(folder: Path, verify: bool = False) -> Corpus:
       ConfigError: the folder holds no corpus, or a shard or the tokenizer is missing or damaged.
     """
     described = read_manifest(folder)
-    for shard in (Shard(**shard) for shard in described["shards"]):
+    try:
+        shards = [Shard(**shard) for shard in described["shards"]]
+        splits = {name: SplitStats(**stats) for name, stats in described["splits"].items()}
+        corpus = Corpus(folder, described["hash"], splits, described["uniform_bpb"], described["unigram_bpb"])
+        known = described["tokenizer"]["sha256"]
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ConfigError(f"{str(folder / MANIFEST)!r} is damaged ({error!r}): prepare the corpus anew") from error
+    for shard in shards:
         shard.check(folder / DATASET, verify)
-    if not (folder / TOKENIZER).is_file() or sha256(folder / TOKENIZER) != described["tokenizer"]["sha256"]:
+    if not (folder / TOKENIZER).is_file() or sha256(folder / TOKENIZER) != known:
         raise ConfigError(f"{str(folder / TOKENIZER)!r} is missing or not the one that the manifest names")
-    splits = {name: SplitStats(**stats) for name, stats in described["splits"].items()}
-    return Corpus(folder, described["hash"], splits, described["uniform_bpb"], described["unigram_bpb"])
+    return corpus
 
 
 def check_fits(corpus: Corpus, vocab_size: int) -> None:

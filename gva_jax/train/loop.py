@@ -17,6 +17,7 @@ from gva_jax.train import state as states
 from gva_jax.train.checkpoint import Checkpoints
 from gva_jax.train.evaluation import Evaluation, evaluate
 from gva_jax.train.folder import RunFolder
+from gva_jax.train.guard import SkipLimit
 from gva_jax.train.metrics import Meter
 from gva_jax.train.step import check_attention, make_eval_step, make_train_step, put
 from gva_jax.train.stopping import StopRequest
@@ -43,6 +44,7 @@ def train(config: RunConfig, display: Display | None = None) -> Report:
       ConfigError: anything that cannot work, before the run's folder is made.
       RunError: the run's folder cannot be written any more, or none of its checkpoints can be read.
       Interrupted: a signal came before the run had begun, or a second one after that.
+      FloatingPointError: more than `train.max_skips` steps in a row had to be skipped.
     """
     with StopRequest() as stop:
         return _train(config, display or Display(), stop)
@@ -90,7 +92,8 @@ def _train(config: RunConfig, display: Display, stop: StopRequest) -> Report:
     development, options = None, config.train
     due = lambda every: every and step % every == 0 and step < options.steps
     with display.task("train", options.steps, start=step) as task:
-        meter = Meter(folder, task, options.log_every, tokens)
+        skips = SkipLimit(options.max_skips, checkpoints, display)
+        meter = Meter(folder, task, options.log_every, tokens, skips)
 
         def develop() -> Evaluation | None:
             meter.flush()

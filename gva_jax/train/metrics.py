@@ -2,16 +2,16 @@
 
 import time
 
-import numpy as np
-
 from gva_jax.train.folder import RunFolder
+from gva_jax.train.guard import SkipLimit
 
 
 class Meter:
     """Writes and shows each step's figures one step late, when its results are there anyway."""
 
-    def __init__(self, folder: RunFolder, task, every: int, tokens: int):
+    def __init__(self, folder: RunFolder, task, every: int, tokens: int, skips: SkipLimit):
         self._folder, self._task, self._every, self._tokens = folder, task, every, tokens
+        self._skips = skips
         self._pending = None
         self.restart()
 
@@ -32,9 +32,7 @@ class Meter:
         loss = float(metrics["loss"])
         rate = self._steps * self._tokens / max(time.monotonic() - self._since, 1e-9)
         self._task.advance(figures=f"loss {loss:.3f}  {rate:,.0f} tokens/s")
-        if not np.isfinite(loss):
-            rate = float(metrics["learning_rate"])
-            raise FloatingPointError(f"step {step}: loss is {loss} at learning rate {rate:.3g}")
+        self._skips.check(step, metrics)
         if step % self._every == 0:
             figures = {name: float(value) for name, value in metrics.items()}
             self._folder.log({"step": step, **figures, "tokens_per_second": rate})

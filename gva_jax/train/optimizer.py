@@ -1,9 +1,11 @@
-"""AdamW with linear warm-up and cosine decay, from Optax."""
+"""AdamW with linear warm-up and cosine decay, from Optax, behind clipping and a guard against bad steps."""
 
 import jax
 import optax
 
 from gva_jax.config import OptimizerConfig
+from gva_jax.train.guard import guarded
+from gva_jax.train.zclip import zclip
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -22,8 +24,8 @@ def decayed(params):
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key not in kept_out, params)
 
 
-def make(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """The optimiser of a run of `steps` steps."""
+def make(config: OptimizerConfig, steps: int) -> optax.GradientTransformationExtraArgs:
+    """The optimiser of a run of `steps` steps. Its `update` takes the step's `loss` too; see `guard.guarded`."""
     adamw = optax.adamw(
         learning_rate(config, steps),
         b1=config.b1,
@@ -32,5 +34,10 @@ def make(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
         weight_decay=config.weight_decay,
         mask=decayed,
     )
-    clip = optax.identity() if config.clip_norm is None else optax.clip_by_global_norm(config.clip_norm)
-    return optax.chain(clip, adamw)
+    return guarded(optax.chain(_clipping(config), adamw), config.skip_spikes)
+
+
+def _clipping(config: OptimizerConfig) -> optax.GradientTransformation:
+    if config.clip == "zclip":
+        return zclip(config.clip_z, config.clip_norm)
+    return optax.identity() if config.clip_norm is None else optax.clip_by_global_norm(config.clip_norm)

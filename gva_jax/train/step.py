@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from gva_jax import sharding
 from gva_jax.model import Transformer
+from gva_jax.train import guard
 from gva_jax.train import state as states
 from gva_jax.train.state import TrainState
 
@@ -46,7 +47,7 @@ def check_attention(model: Transformer, abstract_state: TrainState, batch_shape:
 
 def make_train_step(
     model: Transformer,
-    optimizer: optax.GradientTransformation,
+    optimizer: optax.GradientTransformationExtraArgs,
     schedule: optax.Schedule,
     abstract_state: TrainState,
     mesh: Mesh,
@@ -57,7 +58,11 @@ def make_train_step(
     The batch is worked through in `accumulation` micro-batches. Their gradients are summed with the whole batch's count
     of targets as denominator, so padding that is spread unevenly changes nothing.
 
-    Metrics are float32 scalars: loss (mean nats per target), grad_norm (before clipping), learning_rate.
+    A step whose loss or gradients are not finite changes neither parameters nor optimiser (see `train.guard`; the
+    optimiser is one of `optimizer.make`).
+
+    Metrics are scalars: loss (mean nats per target), grad_norm (before clipping), learning_rate; skipped and
+    skipped_in_a_row, counts of such steps.
     """
 
     def step(state: TrainState, batch: Batch):
@@ -78,12 +83,13 @@ def make_train_step(
             pieces = jnp.arange(accumulation), jax.tree.map(split, batch)
             (loss, grads), _ = jax.lax.scan(micro, nothing, pieces)
 
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params, loss=loss)
+        params = guard.apply_updates(state.params, updates, opt_state)
         metrics = {
             "loss": loss,
             "grad_norm": optax.tree.norm(grads),
             "learning_rate": jnp.asarray(schedule(state.step)),
+            **guard.counts(opt_state),
         }
         return replace(state, step=state.step + 1, params=params, opt_state=opt_state), metrics
 
