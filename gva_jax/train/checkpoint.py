@@ -1,7 +1,7 @@
 """Run folders and checkpoints, on Orbax.
 
     RUNS/NAME/config.json       what the run is             RUNS/NAME/tokenizer.json
-    RUNS/NAME/run.json          corpus hash and versions    RUNS/NAME/metrics.jsonl
+    RUNS/NAME/run.json          corpus hash and versions
     RUNS/NAME/checkpoints/STEP  params | optimizer (step, optimiser, random state) | data (position in the data)
 """
 
@@ -63,24 +63,6 @@ class RunFolder:
         if known != corpus_hash:
             told = f"its corpus has hash {known[:12]}, the one at hand {corpus_hash[:12]}"
             raise ConfigError(f"{str(self.path)!r} was trained on other text ({told}): {advice}")
-
-    def truncate_metrics(self, step: int) -> None:
-        """Forget what was logged after `step`, which is about to be trained again."""
-        path = self.path / "metrics.jsonl"
-        if path.exists():
-            lines = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= step]
-            _replace_text(path, "".join(line + "\n" for line in lines))
-
-    def log(self, record: dict) -> None:
-        """Append one line to metrics.jsonl."""
-        with (self.path / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(record) + "\n")
-
-
-def _replace_text(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text)
-    partial.replace(path)
 
 
 def read_config(run: str | os.PathLike) -> RunConfig:

@@ -13,12 +13,15 @@ from gva_jax.data.prepare import prepare
 from gva_jax.display import Display
 from gva_jax.model import Transformer
 from gva_jax.train import optimizer as optimizers
+from gva_jax.train import record
 from gva_jax.train import state as states
 from gva_jax.train.checkpoint import Checkpoints, RunFolder
 from gva_jax.train.evaluation import Evaluation, evaluate
-from gva_jax.train.metrics import Meter
+from gva_jax.train.metrics import Meter, Work
+from gva_jax.train.profile import Profiler
 from gva_jax.train.step import check_attention, make_eval_step, make_train_step, put
 from gva_jax.train.stopping import StopRequest
+from gva_jax.train.writers import Log
 
 
 @dataclass(frozen=True)
@@ -35,8 +38,8 @@ class Report:
     stopped_by: int | None = None
 
 
-def train(config: RunConfig, display: Display | None = None) -> Report:
-    """Train `config` to its end, or continue it from its newest checkpoint.
+def train(config: RunConfig, display: Display | None = None, profile: bool = False) -> Report:
+    """Train `config` to its end, or continue it from its newest checkpoint; `profile` traces a few steps of it.
 
     Raises:
       ConfigError: anything that cannot work, before the run's folder is made.
@@ -70,7 +73,8 @@ def train(config: RunConfig, display: Display | None = None) -> Report:
     else:
         state, step = checkpoints.restore(abstract, iterator), checkpoints.latest
         display.say(f"resumed {folder.path} at step {step:,} of {config.train.steps:,}")
-    folder.truncate_metrics(step)
+    log = Log(config, step, display.say)
+    record.launch(folder.path, step, mesh)
 
     parameters = sum(x.size for x in jax.tree.leaves(state.params))
     shape = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
@@ -79,23 +83,26 @@ def train(config: RunConfig, display: Display | None = None) -> Report:
 
     development, options = None, config.train
     due = lambda every: every and step % every == 0
-    with StopRequest() as stop, display.task("train", options.steps, start=step) as task:
-        meter = Meter(folder, task, options.log_every, tokens)
+    with StopRequest() as stop, display.task("train", options.steps, start=step) as task, Profiler() as profiler:
+        meter = Meter(log, task, display, options.log_every, Work.of(config, mesh))
+        if profile:
+            profiler.plan(config, step, meter, display.say)
         while step < options.steps and stop.signum is None:
-            # 1. Draw and dispatch: the device works while the rest of this round runs.
-            state, metrics = train_step(state, put(next(iterator), mesh))
-            step += 1
-            # 2. Report the step before: never wait for the one that is running.
-            meter.dispatched(step, metrics)
+            with profiler.round(step + 1):
+                # 1. Draw and dispatch: the device works while the rest of this round runs.
+                state, metrics = train_step(state, put(next(iterator), mesh))
+                step += 1
+                # 2. Report the step before: never wait for the one that is running.
+                meter.dispatched(step, metrics)
             # 3. Evaluate and save; only then is the next batch drawn, so a checkpoint holds exactly what was trained.
             if due(options.eval_every) and step < options.steps:
-                meter.flush()
-                development = measure(state.params, "development", options.eval_batches)
-                folder.log({"step": step, **development.figures("development")})
+                with meter.paused():
+                    development = measure(state.params, "development", options.eval_batches)
+                log.write(step, development.figures("development"))
                 display.say(f"step {step:,}: development {development}")
-                meter.restart()
             if due(options.checkpoint_every) and step < options.steps:
-                checkpoints.save(state, iterator)
+                with meter.paused():
+                    checkpoints.save(state, iterator)
         meter.flush()
         checkpoints.save(state, iterator)
         checkpoints.wait()
@@ -107,9 +114,11 @@ def train(config: RunConfig, display: Display | None = None) -> Report:
     if stopped_by is not None and step < options.steps:
         done = f"step {step:,} of {options.steps:,}"
         display.say(f"stopped at {done}, saved in {folder.path}; the same command continues")
+        log.close()
         return report
     development, heldout = measure(state.params, "development"), measure(state.params, "heldout")
-    folder.log({"step": step, **development.figures("development"), **heldout.figures("heldout")})
+    log.write(step, development.figures("development") | heldout.figures("heldout"))
+    log.close()
     display.say(f"development: {development}")
     display.say(f"held-out:    {heldout}")
     return Report(folder.path, step, corpus, model, {"params": state.params}, development, heldout)
