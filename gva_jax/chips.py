@@ -5,12 +5,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Chip:
-    """`bandwidth` in bytes/s of HBM, `flops` in bfloat16 FLOP/s; `kind` is how JAX's name of the device begins."""
+    """`bandwidth` in bytes/s of HBM, `flops` in bfloat16 FLOP/s; `kind` is how JAX's name of the device begins.
+
+    `devices` is how many devices JAX makes of one chip.
+    """
 
     name: str
     kind: str
     bandwidth: float
     flops: float
+    devices: int = 1
 
     def bound(self, nbytes: float, flops: float) -> float:
         """Seconds below which work that reads `nbytes` and computes `flops` cannot be done."""
@@ -21,7 +25,7 @@ CHIPS = (
     Chip("TPU v5e", "TPU v5 lite", 819e9, 197e12),
     Chip("TPU v5p", "TPU v5", 2765e9, 459e12),
     Chip("TPU v6e", "TPU v6 lite", 1640e9, 918e12),
-    Chip("TPU7x", "TPU7x", 7370e9, 2307e12),
+    Chip("TPU7x", "TPU7x", 7370e9, 2307e12, devices=2),
     Chip("A100 80GB", "NVIDIA A100", 2039e9, 312e12),
     Chip("H100 SXM", "NVIDIA H100", 3350e9, 989e12),
     Chip("H200", "NVIDIA H200", 4800e9, 989e12),

@@ -13,7 +13,7 @@ from gva_jax import __version__
 from gva_jax.config import ConfigError, RunError, cache_folder, shipped
 
 # Modules of `gva-jax[train]`, by the top-level name that an import error reports.
-TRAIN_EXTRA = {"optax", "orbax", "grain", "tensorflow_datasets", "array_record", "tokenizers"}
+TRAIN_EXTRA = {"optax", "orbax", "grain", "tensorflow_datasets", "array_record", "tokenizers", "tensorboardX"}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -75,20 +75,22 @@ def _description(command: Callable) -> str:
 def train(args: list[str]) -> int:
     """Train a model from a config; an interrupted run continues from its last checkpoint.
 
-    The run's folder RUNS/NAME receives the config, checkpoints and metrics. A run that a signal stops saves a
+    The run's folder RUNS/NAME receives the config, checkpoints, metrics (JSON lines and TensorBoard; Weights & Biases
+    too, where it is installed) and how it was launched. A run that a signal stops saves a
     checkpoint and exits with 128 + the signal; the same command continues it. Prepared corpora and compiled programs
     (JAX's persistent compilation cache, on by default) are kept in {cache}; GVA_JAX_CACHE names another folder.
     """
     from gva_jax.options import TrainOptions, parse_with_config
 
-    config = parse_with_config(TrainOptions, args, "gva train", _description(train)).config
+    options = parse_with_config(TrainOptions, args, "gva train", _description(train))
+    config = options.config
     from gva_jax import runtime
     from gva_jax.display import Display
     from gva_jax.train import loop, report
 
     display = Display()
     runtime.start(display)
-    result = loop.train(config, display)
+    result = loop.train(config, display, profile=options.profile)
     report.show(config, result, display)
     return 0 if result.stopped_by is None else 128 + result.stopped_by
 

@@ -14,6 +14,7 @@ class Task:
 
     def __init__(self, title: str, total: int | None, start: int, every: float, progress: Progress | None, say):
         self.title, self.total, self.done = title, total, start
+        self.lines = True  # where there is no bar; not for a caller that says lines of its own
         self._every, self._say, self._progress = every, say, progress
         self._last, self._first = 0.0, None  # first: when the first unit was done, compilation included, and how many
         self._id = None if progress is None else progress.add_task(title, total=total, completed=start, figures="")
@@ -21,24 +22,25 @@ class Task:
     def advance(self, count: int = 1, figures: str = "") -> None:
         """`count` more units are done; `figures` (loss, tokens/s, ...) stand beside the count."""
         self.done += count
-        if self._progress is not None:
-            self._progress.update(self._id, advance=count, figures=figures)
-            return
         now = time.monotonic()
         self._first = self._first or (now, self.done)
-        if now - self._last >= self._every or self.done == self.total:
+        if self._progress is not None:
+            self._progress.update(self._id, advance=count, figures=figures)
+        elif self.lines and (now - self._last >= self._every or self.done == self.total):
             self._last = now
-            self._say("  ".join(filter(None, [self._count(), figures, self._left(now)])))
+            self._say("  ".join(filter(None, [self._count(), figures, self.left()])))
 
     def _count(self) -> str:
         return f"{self.title} {self.done:,}" + (f"/{self.total:,}" if self.total else "")
 
-    def _left(self, now: float) -> str:
-        began, done = self._first
+    def left(self) -> str:
+        """The time that the rest takes at the mean pace so far, without the first unit; "" while that is not known."""
+        began, done = self._first or (0, self.done)
         if not self.total or self.done == done:
             return ""
-        seconds = (now - began) / (self.done - done) * (self.total - self.done)
-        return f"{int(seconds // 60)}:{int(seconds % 60):02d} left"
+        seconds = round((time.monotonic() - began) / (self.done - done) * (self.total - self.done))
+        hours, minutes, seconds = seconds // 3600, seconds // 60 % 60, seconds % 60
+        return f"{hours}:{minutes:02d}:{seconds:02d} left" if hours else f"{minutes}:{seconds:02d} left"
 
 
 class Display:

@@ -47,6 +47,11 @@ def describe(config: RunConfig) -> dict[str, Any]:
     }
 
 
+def training_flops(config: RunConfig) -> int:
+    """FLOPs per token of a training step, by the formula of the module; allocates nothing."""
+    return 3 * _forward_flops(config, _parameters(config.model))
+
+
 def matching_gqa(model: ModelConfig) -> ModelConfig:
     """The same model with grouped-query attention of the same heads, groups and head width.
 
@@ -91,22 +96,31 @@ def _per_token(caches: tuple[Cache, ...]) -> tuple[int, int]:
     return sum(a.size // capacity for a, capacity in parts), sum(a.nbytes // capacity for a, capacity in parts)
 
 
+def _matrices(parameters: dict[str, int]) -> int:
+    """P: parameters that multiply every token."""
+    return parameters["attention"] + parameters["mlp"] + parameters.get("output", parameters["embedding"])
+
+
+def _forward_flops(config: RunConfig, parameters: dict[str, int]) -> int:
+    attention, T = config.model.attention, config.data.context_length
+    d, r = attention.head_dim, attention.rope_dim
+    absorbed = attention.family == "gva" and attention.form == "absorbed" and r is not None
+    per_width = config.model.num_layers * attention.num_heads
+    return 2 * _matrices(parameters) + per_width * (d + (r if absorbed else 0) + d) * (T + 1)
+
+
 def _flops(config: RunConfig, parameters: dict[str, int], cache: Cache) -> dict[str, int]:
     """FLOPs per token by the formulas of the module."""
     attention, T = config.model.attention, config.data.context_length
     per_width = config.model.num_layers * attention.num_heads
-    matrices = parameters["attention"] + parameters["mlp"] + parameters.get("output", parameters["embedding"])
-
-    d, r = attention.head_dim, attention.rope_dim
-    absorbed = attention.family == "gva" and attention.form == "absorbed" and r is not None
-    forward = 2 * matrices + per_width * (d + (r if absorbed else 0) + d) * (T + 1)
+    forward, (d, r) = _forward_flops(config, parameters), (attention.head_dim, attention.rope_dim)
 
     groups = cache.values.shape[1]
     width = lambda a: 0 if a is None else a.size // (cache.capacity * (groups if a.ndim == 4 else 1))
     keys = cache.values if cache.keys is None else cache.keys
     met = width(keys) + width(cache.rope_keys) + width(cache.values)
     rebuilt = d * d * (T - 1) if attention.family == "gva" and r is None else 0
-    decode = 2 * matrices + per_width * 2 * (met * T + rebuilt)
+    decode = 2 * _matrices(parameters) + per_width * 2 * (met * T + rebuilt)
     return {"forward": forward, "training": 3 * forward, "decode": decode}
 
 

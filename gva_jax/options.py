@@ -23,6 +23,8 @@ _Flag = tyro.conf.FlagCreatePairsOff[bool]
 @dataclass(frozen=True)
 class TrainOptions:
     config: _Config
+    # Trace a few steps that do not compile, for xprof, into the run's folder.
+    profile: _Flag = False
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ from jax.extend.core import jaxprs_in_params
 
 from gva_jax import cli
 from gva_jax.config import AttentionConfig, DataConfig, ModelConfig, RunConfig, load, shipped
-from gva_jax.info import describe, matching_gqa
+from gva_jax.info import describe, matching_gqa, training_flops
 from gva_jax.model import Transformer
+from gva_jax.train.step import token_losses
 
 
 @pytest.mark.parametrize(
@@ -146,6 +147,24 @@ def test_forward_flops_are_the_traced_programs(kind, model):
     variables = jax.eval_shape(transformer.init, jax.random.key(0), tokens)
     counted = matmul_flops(transformer.apply, variables, tokens)
     assert counted == T * describe(config)["flops_per_token"]["forward"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "model"),
+    [*((kind, {}) for kind in KINDS if kind != "mha"), ("gva", {"tie_embeddings": False, "scan_layers": False})],
+)
+def test_training_flops_are_the_traced_programs_without_recomputation(kind, model):
+    """Scores are over all T positions, as above. Flash attention makes them a second time: L H T^2 products of k."""
+    T, B = 16, 2
+    config = tiny(KINDS[kind], 2 * T - 1, **model)
+    transformer, tokens = Transformer(config.model), jnp.zeros((B, T), jnp.int32)
+    params = jax.eval_shape(transformer.init, jax.random.key(0), tokens)["params"]
+    batch = {"inputs": tokens, "targets": tokens, "positions": tokens, "segment_ids": tokens + 1}
+    counted = matmul_flops(jax.grad(lambda params: token_losses(transformer, params, batch).sum()), params)
+    absorbed = kind in ("gva", "gva r=0")
+    width = 16 + (KINDS[kind].rope_dim if absorbed else 0)
+    again = config.model.num_layers * 4 * 2 * width * T
+    assert counted - B * T * again == B * T * training_flops(config)
 
 
 @pytest.mark.parametrize("kind", KINDS)

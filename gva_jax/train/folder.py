@@ -1,21 +1,19 @@
-"""The folder of a run: what it is, which text it reads, and what it logs.
+"""The folder of a run: what it is and which text it reads.
 
     RUNS/NAME/config.json       what the run is             RUNS/NAME/tokenizer.json
-    RUNS/NAME/run.json          corpus hash and versions    RUNS/NAME/metrics.jsonl
+    RUNS/NAME/run.json          corpus hash and versions    RUNS/NAME/metrics.jsonl, launches.jsonl, tensorboard/
     RUNS/NAME/checkpoints/STEP  see gva_jax.train.checkpoint
 """
 
-import contextlib
 import json
 import os
 import platform
 import shutil
-from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
 from gva_jax import config as configs
-from gva_jax.config import ConfigError, RunConfig, RunError
+from gva_jax.config import ConfigError, RunConfig
 from gva_jax.data.tokenizer import Tokenizer
 
 # What may change between the parts of one run: where things lie, what computes, how often one looks, what is sampled.
@@ -58,38 +56,6 @@ class RunFolder:
         if known != corpus_hash:
             told = f"its corpus has hash {known[:12]}, the one at hand {corpus_hash[:12]}"
             raise ConfigError(f"{str(self.path)!r} was trained on other text ({told}): {advice}")
-
-    def truncate_metrics(self, step: int) -> None:
-        """Forget what was logged after `step`, which is about to be trained again, and a line that a kill cut short."""
-        path = self.path / "metrics.jsonl"
-        if path.exists():
-            kept = [json.dumps(record) for record in self._logged() if record["step"] <= step]
-            _replace_text(path, "".join(line + "\n" for line in kept))
-
-    def has_logged(self, step: int, name: str) -> bool:
-        """Whether metrics.jsonl holds the figure `name` of this step."""
-        return any(record["step"] == step and name in record for record in self._logged())
-
-    def log(self, record: dict) -> None:
-        """Append one line to metrics.jsonl. Raises `RunError` if it cannot be written."""
-        path = self.path / "metrics.jsonl"
-        try:
-            with path.open("a") as file:
-                file.write(json.dumps(record) + "\n")
-        except OSError as error:
-            raise RunError(f"{str(path)!r} cannot be written: {error.strerror}") from error
-
-    def _logged(self) -> Iterator[dict]:
-        path = self.path / "metrics.jsonl"
-        for line in path.read_text().splitlines() if path.exists() else ():
-            with contextlib.suppress(json.JSONDecodeError):
-                yield json.loads(line)
-
-
-def _replace_text(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text)
-    partial.replace(path)
 
 
 def read_config(run: str | os.PathLike) -> RunConfig:

@@ -13,14 +13,17 @@ from gva_jax.data.prepare import prepare
 from gva_jax.display import Display
 from gva_jax.model import Transformer
 from gva_jax.train import optimizer as optimizers
+from gva_jax.train import record
 from gva_jax.train import state as states
 from gva_jax.train.checkpoint import Checkpoints
 from gva_jax.train.evaluation import Evaluation, evaluate
 from gva_jax.train.folder import RunFolder
 from gva_jax.train.guard import SkipLimit
-from gva_jax.train.metrics import Meter
+from gva_jax.train.metrics import Meter, Work
+from gva_jax.train.profile import Profiler
 from gva_jax.train.step import check_attention, make_eval_step, make_train_step, put
 from gva_jax.train.stopping import StopRequest
+from gva_jax.train.writers import Log
 
 
 @dataclass(frozen=True)
@@ -37,8 +40,8 @@ class Report:
     stopped_by: int | None = None
 
 
-def train(config: RunConfig, display: Display | None = None) -> Report:
-    """Train `config` to its end, or continue it from its newest checkpoint that is whole.
+def train(config: RunConfig, display: Display | None = None, profile: bool = False) -> Report:
+    """Train `config` to its end, or continue it from its newest whole checkpoint; `profile` traces a few steps of it.
 
     Raises:
       ConfigError: anything that cannot work, before the run's folder is made.
@@ -47,10 +50,10 @@ def train(config: RunConfig, display: Display | None = None) -> Report:
       FloatingPointError: more than `train.max_skips` steps in a row had to be skipped.
     """
     with StopRequest() as stop:
-        return _train(config, display or Display(), stop)
+        return _train(config, display or Display(), stop, profile)
 
 
-def _train(config: RunConfig, display: Display, stop: StopRequest) -> Report:
+def _train(config: RunConfig, display: Display, stop: StopRequest, profile: bool) -> Report:
     if "float64" in (config.model.dtype, config.model.param_dtype) and not jax.config.jax_enable_x64:
         raise ConfigError("model.dtype, model.param_dtype = 'float64': need the environment variable JAX_ENABLE_X64=1")
     model = Transformer(config.model)
@@ -82,7 +85,8 @@ def _train(config: RunConfig, display: Display, stop: StopRequest) -> Report:
         state = checkpoints.restore(abstract, iterator, display.say)
         step = int(state.step)
         display.say(f"resumed {folder.path} at step {step:,} of {config.train.steps:,}")
-    folder.truncate_metrics(step)
+    log = Log(config, step, display.say)
+    record.launch(folder.path, step, mesh)
 
     parameters = sum(x.size for x in jax.tree.leaves(state.params))
     shape = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
@@ -91,32 +95,35 @@ def _train(config: RunConfig, display: Display, stop: StopRequest) -> Report:
 
     development, options = None, config.train
     due = lambda every: every and step % every == 0 and step < options.steps
-    with display.task("train", options.steps, start=step) as task:
+    with display.task("train", options.steps, start=step) as task, Profiler() as profiler:
         skips = SkipLimit(options.max_skips, checkpoints, display)
-        meter = Meter(folder, task, options.log_every, tokens, skips)
+        meter = Meter(log, task, display, options.log_every, Work.of(config, mesh), skips)
+        if profile:
+            profiler.plan(config, step, meter, display.say)
 
         def develop() -> Evaluation | None:
-            meter.flush()
-            if found := measure(state.params, "development", options.eval_batches):
-                folder.log({"step": step, **found.figures("development")})
+            with meter.paused():
+                found = measure(state.params, "development", options.eval_batches)
+            if found:
+                log.write(step, found.figures("development"))
                 display.say(f"step {step:,}: development {found}")
-            meter.restart()
             return found
 
-        if step and due(options.eval_every) and not folder.has_logged(step, "development_loss"):
+        if step and due(options.eval_every) and not log.has(step, "development_loss"):
             development = develop()  # a signal broke this one off
         while step < options.steps and not stop.requested():
-            # 1. Draw and dispatch: the device works while the rest of this round runs.
-            state, metrics = train_step(state, put(next(iterator), mesh))
-            step += 1
-            # 2. Report the step before: never wait for the one that is running.
-            meter.dispatched(step, metrics)
+            with profiler.round(step + 1):
+                # 1. Draw and dispatch: the device works while the rest of this round runs.
+                state, metrics = train_step(state, put(next(iterator), mesh))
+                step += 1
+                # 2. Report the step before: never wait for the one that is running.
+                meter.dispatched(step, metrics)
             # 3. Evaluate and save; only then is the next batch drawn, so a checkpoint holds exactly what was trained.
             checkpoints.check()
             development = develop() if due(options.eval_every) else None
             if due(options.checkpoint_every) and not stop.requested():
-                meter.flush()  # what a checkpoint holds has been logged
-                checkpoints.save(state, iterator, development and development.loss)
+                with meter.paused():  # reports first: what a checkpoint holds has been logged
+                    checkpoints.save(state, iterator, development and development.loss)
         meter.flush()
         if stop.requested():
             display.say(f"stopping at step {step:,}; a second signal ends at once")
@@ -131,10 +138,11 @@ def _train(config: RunConfig, display: Display, stop: StopRequest) -> Report:
         report = replace(report, development=development, heldout=measure(state.params, "heldout"))
     if report.heldout is None:
         done = f"step {step:,} of {options.steps:,}" + (f", saved in {folder.path}" if step else "")
+        log.close()
         display.say(f"stopped at {done}; the same command continues")
         return replace(report, stopped_by=stop.signum)
-    if not folder.has_logged(step, "heldout_loss"):
-        folder.log({"step": step, **development.figures("development"), **report.heldout.figures("heldout")})
+    log.write(step, development.figures("development") | report.heldout.figures("heldout"))
+    log.close()
     display.say(f"development: {development}")
     display.say(f"held-out:    {report.heldout}")
     return report
