@@ -134,7 +134,9 @@ class Rehearsal:
     def _is_time(self, name: str, kill: Kill, seconds: float) -> bool:
         if kill.moment == "launch":
             return seconds >= kill.delay * self.startup
-        if self.logged(name) < kill.step:
+        if "model: " not in self.said():  # what an earlier process left still lies there
+            return False
+        if self.logged(name) < max(kill.step, (self.resumed() or 0) + 1):
             return False
         if kill.moment == "saving":
             return any(p.name.endswith("tmp") for p in self._checkpoints(name).glob("*"))

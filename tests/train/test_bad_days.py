@@ -1,4 +1,4 @@
-"""Signals, full disks and damaged files at every point of a run: the same command goes on to the same end, bit for bit."""
+"""Signals, full disks and damaged files: the same command goes on, and to the same end, bit for bit."""
 
 import contextlib
 import os
@@ -61,7 +61,7 @@ def tiny_run(folder, name="tiny") -> RunConfig:
         tiny.config(vocab_size=300, dropout=0.1),
         name=name,
         runs=str(folder / "runs"),
-        data=DataConfig(source="docstrings:json,argparse", context_length=32, batch_size=8, holdout=0.1),
+        data=DataConfig(source="docstrings:json,argparse", context_length=32, batch_size=8, holdout=0.3),
         train=TrainConfig(steps=20, log_every=1, checkpoint_every=7, eval_every=8, eval_batches=3),
     )
 
@@ -179,7 +179,8 @@ def test_a_damaged_checkpoint_and_a_line_cut_short_cost_some_steps_and_nothing_e
 
     heard = Heard()
     loop.train(run, heard)
-    assert said[0] in heard.lines and f"resumed {run.folder} at step 14 of 20" in heard.lines
+    assert any(line.endswith("going back to step 14") for line in heard.lines)
+    assert f"resumed {run.folder} at step 14 of 20" in heard.lines
     assert_ends_as(run, undisturbed)
     assert capfd.readouterr().err == ""
 
@@ -238,7 +239,7 @@ def test_once_deferred_the_first_is_remembered_and_the_second_ends_at_once(monke
         (
             RunError("a checkpoint cannot be written to 'x': No space left on device"),
             1,
-            "error: a checkpoint cannot be",
+            "error: a checkpoint",
         ),
         (Interrupted(signal.SIGTERM, at_once=False), 143, "interrupted"),
         (Interrupted(signal.SIGTERM, at_once=True), 143, "interrupted"),
