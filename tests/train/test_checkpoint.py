@@ -184,8 +184,10 @@ def files_no_larger_than(size: int):
     """The system refuses more, as it refuses everything when a disk is full."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_write_that_the_system_refuses_is_told_between_saves(tmp_path, capfd):
