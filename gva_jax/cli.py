@@ -164,21 +164,27 @@ def info(args: list[str]) -> None:
 
 
 def bench(args: list[str]) -> None:
-    """Measure attention variants side by side: `gva bench decode`.
+    """Measure attention variants side by side: `gva bench decode`, `gva bench train CONFIG CONFIG ...`.
 
-    One decode step's attention of GQA, GVA and MLA on the same template, interleaved, medians; bytes that a step must
-    read over time, and their share of this machine's own copy bandwidth. --roofline prints what accelerators allow at
-    best, without having one.
+    decode: one decode step's attention of GQA, GVA and MLA on the same template, interleaved, medians; bytes that a
+    step must read over time, and their share of this machine's own copy bandwidth. --roofline prints what accelerators
+    allow at best, without having one.
+
+    train: full-context forward, training step and peak memory of configs, interleaved, medians, and their ratios to the
+    first.
     """
     name, *args = args or ["--help"]
     if name in ("--help", "-h"):
-        print(f"usage: gva bench decode [OPTIONS]\n\n{_description(bench)}\n\n`gva bench decode --help` lists them.")
+        usage = "usage: gva bench decode [OPTIONS]\n       gva bench train CONFIG [CONFIG ...] [OPTIONS]"
+        print(f"{usage}\n\n{_description(bench)}\n\n`gva bench decode --help`, `gva bench train --help` list them.")
         return
-    if name != "decode":
-        raise ConfigError(f"no benchmark {name!r}: must be decode")
-    from gva_jax.bench import decode
-
-    decode.main(args, _description(bench))
+    if name == "decode":
+        from gva_jax.bench import decode as benchmark
+    elif name == "train":
+        from gva_jax.bench import train as benchmark
+    else:
+        raise ConfigError(f"no benchmark {name!r}: must be decode or train")
+    benchmark.main(args, _description(bench))
 
 
 COMMANDS = {"train": train, "prepare": prepare, "generate": generate, "info": info, "bench": bench}

@@ -69,7 +69,7 @@ def test_the_command(capsys):
         (["decode", "--dtype", "int3"], "dtype = 'int3': must be one of bfloat16"),
         (["decode", "--implementation", "cuda"], "implementation = 'cuda': must be one of reference"),
         (["decode", "--rope-dim", "7"], "rope_dim = 7"),
-        (["encode"], "no benchmark 'encode': must be decode"),
+        (["encode"], "no benchmark 'encode': must be decode or train"),
     ],
 )
 def test_mistakes_are_one_line(capsys, args, told):
