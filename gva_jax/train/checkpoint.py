@@ -153,7 +153,16 @@ class Checkpoints:
         self._manager.wait_until_finished()
 
     def close(self) -> None:
+        """Waits, like `wait`."""
         self._manager.close()
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind, *_) -> None:
+        """Also when an error ends the run is a save that has begun completed; not when the user insists."""
+        if kind is None or issubclass(kind, Exception):
+            self.close()
 
 
 def load(run: str | os.PathLike) -> tuple[Transformer, dict, Tokenizer]:

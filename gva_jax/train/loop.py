@@ -81,7 +81,7 @@ def train(config: RunConfig, display: Display | None = None) -> Report:
 
     development, options = None, config.train
     due = lambda every: every and step % every == 0
-    with StopRequest() as stop, display.task("train", options.steps, start=step) as task:
+    with StopRequest() as stop, checkpoints, display.task("train", options.steps, start=step) as task:
         skips = SkipLimit(options.max_skips, checkpoints, display)
         meter = Meter(folder, task, options.log_every, tokens, skips)
         while step < options.steps and stop.signum is None:
@@ -104,7 +104,6 @@ def train(config: RunConfig, display: Display | None = None) -> Report:
         checkpoints.wait()
         stopped_by = stop.signum
 
-    checkpoints.close()
     iterator.close()
     report = Report(folder.path, step, corpus, model, {"params": state.params}, stopped_by=stopped_by)
     if stopped_by is not None and step < options.steps:
