@@ -5,6 +5,7 @@
     RUNS/NAME/damaged/STEP      one that could not be read, moved here when an older one was gone back to
 """
 
+import contextlib
 import errno
 import os
 import shutil
@@ -109,6 +110,17 @@ class Checkpoints:
         """`wait`, and let go of threads."""
         with self._writing():
             self._manager.close()
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind, *_) -> None:
+        """Also when an error ends the run is a save that has begun completed; not when the user insists."""
+        if kind is None:
+            self.close()
+        elif issubclass(kind, Exception):
+            with contextlib.suppress(RunError):  # what ended the run is told
+                self.close()
 
     def _writing(self):
         def message(reason):

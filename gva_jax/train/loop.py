@@ -95,7 +95,7 @@ def _train(config: RunConfig, display: Display, stop: StopRequest, profile: bool
 
     development, options = None, config.train
     due = lambda every: every and step % every == 0 and step < options.steps
-    with display.task("train", options.steps, start=step) as task, Profiler() as profiler:
+    with checkpoints, display.task("train", options.steps, start=step) as task, Profiler() as profiler:
         skips = SkipLimit(options.max_skips, checkpoints, display)
         meter = Meter(log, task, display, options.log_every, Work.of(config, mesh), skips)
         if profile:
@@ -131,7 +131,6 @@ def _train(config: RunConfig, display: Display, stop: StopRequest, profile: bool
             checkpoints.save(state, iterator, development and development.loss)
         checkpoints.wait()
 
-    checkpoints.close()
     iterator.close()
     report = Report(folder.path, step, corpus, model, {"params": state.params})
     if step == options.steps and (development := measure(state.params, "development")):

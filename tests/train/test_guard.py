@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import re
+import shutil
 from dataclasses import replace
 from unittest import mock
 
@@ -19,6 +20,8 @@ from test_loop import QUIET, tiny_run
 
 from gva_jax import cli, sharding
 from gva_jax.config import ConfigError, MeshConfig, OptimizerConfig, RunConfig, TrainConfig
+from gva_jax.data.corpus import Corpus
+from gva_jax.data.prepare import prepare
 from gva_jax.display import Display
 from gva_jax.model import Transformer
 from gva_jax.train import guard, loop, step, zclip
@@ -383,3 +386,33 @@ def test_without_patience_the_first_bad_step_ends_the_run():
     with pytest.raises(FloatingPointError, match=f"^{re.escape(told)} checkpoint yet$"):
         limit.check(2, metrics | dict(skipped=1, skipped_in_a_row=1))
     assert checkpoints.wait.called  # the newest one may not be written yet
+
+
+def test_a_shard_that_breaks_in_the_middle_ends_the_run_in_one_line_behind_a_whole_checkpoint(
+    tmp_path, monkeypatch, capsys
+):
+    run = tiny_run(tmp_path)
+    shutil.copytree(prepare(run.data, run.model.vocab_size, QUIET).folder, tmp_path / "corpus")
+    data = replace(run.data, source=f"prepared:{tmp_path / 'corpus'}")
+    run = replace(run, data=data, train=TrainConfig(steps=500, checkpoint_every=3))
+    opened, source, save = [], Corpus.source, Checkpoints.save
+
+    def keep(corpus, split):
+        opened.append(source(corpus, split))
+        return opened[-1]
+
+    def save_and_break(checkpoints, *args):
+        save(checkpoints, *args)
+        (path,) = (tmp_path / "corpus").rglob("tokens-train-*")
+        path.write_bytes(bytes(path.stat().st_size))
+        opened[0]._documents.data_source._readers[:] = [None]  # the file is opened again at the next document
+
+    monkeypatch.setattr(Corpus, "source", keep)
+    monkeypatch.setattr(Checkpoints, "save", save_and_break)
+    monkeypatch.setitem(cli.COMMANDS, "train", lambda args: train(run, QUIET))
+    assert cli.main(["train"]) == 2
+    latest = max(int(path.name) for path in (run.folder / "checkpoints").iterdir())  # none is half written
+    error = capsys.readouterr().err
+    assert re.fullmatch(r"error: shard '\S+/tokens-train-00000\.array_record' is damaged [^\n]*\n", error), error
+    (state,) = saved_states(run, [latest])
+    assert state[".step"] == latest >= 3
