@@ -215,15 +215,13 @@ class MeshConfig:
     fsdp: int = 1
     # Split heads, value groups, hidden width and vocabulary.
     tensor: int = 1
-    # Split the sequence (1 for now).
+    # Split the sequence, for contexts too long for a device; attention gathers values (GQA: keys and values).
     context: int = 1
 
     def __post_init__(self):
         require(self.data == -1 or self.data >= 1, "mesh.data", self.data, "must be -1 or a positive integer")
         for name in ("fsdp", "tensor", "context"):
             require(getattr(self, name) >= 1, f"mesh.{name}", getattr(self, name), "must be 1 or more")
-        right = "must be 1: the sequence is not yet split over devices; use the fsdp or tensor axis"
-        require(self.context == 1, "mesh.context", self.context, right)
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,8 @@ class Transformer(nn.Module):
         segment_ids: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T vocab"]:
         """Training forward: float32 logits (float64 in float64 models)."""
-        x = constrain(self.embedding(tokens), "batch", "sequence", None)
+        table = constrain(self.embedding.embedding.astype(self.config.dtype), "vocab", None)
+        x = constrain(jnp.take(table, tokens, axis=0), "batch", "sequence", None)
         if self.config.scan_layers:
             x, _ = self.layers(x, positions, segment_ids)
         else:

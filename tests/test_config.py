@@ -42,7 +42,7 @@ SHIPPED = (
         (lambda: c.OptimizerConfig(learning_rate=float("nan")), "optimizer.learning_rate = nan"),
         (lambda: c.OptimizerConfig(clip_norm=0.0), "optimizer.clip_norm = 0.0"),
         (lambda: c.MeshConfig(data=0), "mesh.data = 0"),
-        (lambda: c.MeshConfig(context=2), "mesh.context = 2: must be 1"),
+        (lambda: c.MeshConfig(context=0), "mesh.context = 0: must be 1 or more"),
         (lambda: TrainConfig(steps=-3), "train.steps = -3: must be 1 or more"),
         (lambda: TrainConfig(eval_every=-1), "train.eval_every = -1"),
         (lambda: c.SampleConfig(top_p=0.0), "sample.top_p = 0.0"),

@@ -1,6 +1,7 @@
 """Which attention computation runs: over a training batch, and over a cache."""
 
 import importlib
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -23,9 +24,10 @@ KERNELS = {"tpu": ("splash",), "gpu": ("tokamax", "cudnn")}
 
 def training_attention(
     q: Float[Array, "B T H dk"],
-    k: Float[Array, "B T G dk"],
+    k: Float[Array, "B T G dc"] | None,
     v: Float[Array, "B T G dv"],
     *,
+    k_rope: Float[Array, "B T r"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     scale: float,
     implementation: str | None = None,
@@ -34,19 +36,65 @@ def training_attention(
     """Causal grouped attention; query head h reads group `h // (H // G)`. dk and dv may differ. Reverse-mode only.
 
     Args:
+      k: keys. None: the values are the keys.
+      k_rope: one more key per token, which all groups share and the last r columns of q meet; dk = dc + r.
       segment_ids: keep packed documents apart: a position sees its own segment only. A negative id is padding: it sees
         nothing, nothing sees it, its output is 0 and so are its gradients.
       scale: factor on the scores, `1/sqrt` of the width that was scored, not of an absorbed query's. The softmax is
         float32 (float64 for float64 inputs).
       implementation: `chunked` (plain XLA, anywhere), `splash` (TPU), `tokamax` or `cudnn` (GPU), see
         `gva_jax.attention.training`; None takes what `training_choice` says. Under an active mesh (`jax.set_mesh`)
-        whose axes are those of `gva_jax.sharding`, kernels run under `shard_map`, each device on its rows and heads.
+        whose axes are those of `gva_jax.sharding`, kernels run under `shard_map`, each device on its rows and heads;
+        where its context axis splits the sequence, all implementations do, each device on its queries as well.
       interpret: run `splash` in the Pallas interpreter, on any platform.
 
     Raises:
       ConfigError (a ValueError): a name that is none, or one that cannot run here, with the reason.
       ValueError: shapes that do not fit or are empty, naming the axis; heads that a mesh axis does not divide.
     """
+    tokens = tuple(x for x in (k, v, k_rope) if x is not None)
+    read = partial(_read, separate=k is not None)
+    how = dict(segment_ids=segment_ids, scale=scale, implementation=implementation, interpret=interpret)
+    return attention_from(q, tokens, read, **how)
+
+
+def _read(*tokens, separate: bool):
+    """Keys and values from `k` (if they are `separate`), `v` and, if there, `k_rope`."""
+    k, v, *k_rope = tokens if separate else (tokens[0], *tokens)
+    return with_shared(k, *k_rope), v
+
+
+def with_shared(k: Float[Array, "B T G n"], k_rope: Float[Array, "B T r"] | None = None) -> Float[Array, "B T G dk"]:
+    """Keys [k | k_rope], the second part the same in every group."""
+    if k_rope is None:
+        return k
+    shared = jnp.broadcast_to(k_rope[:, :, None], (*k.shape[:3], k_rope.shape[2]))
+    return jnp.concatenate([k, shared], axis=-1)
+
+
+def attention_from(
+    q: Float[Array, "B T H dk"],
+    tokens: tuple[jax.Array, ...],
+    read: Callable[..., tuple[jax.Array, jax.Array]],
+    maps: tuple[Float[Array, "_ H _"], ...] = (),
+    *,
+    segment_ids: Int[Array, "B T"] | None = None,
+    scale: float,
+    implementation: str | None = None,
+    interpret: bool = False,
+) -> Float[Array, "B T H dv"]:
+    """`training_attention` over the keys (B, T, G, dk) and values (B, T, G, dv) that `read(*tokens, *maps)` makes.
+
+    For families whose keys or values are larger than what they are made from: where a mesh splits the sequence,
+    `tokens` are what travels, and `read` runs on what has arrived. Elsewhere it makes no difference.
+
+    Args:
+      tokens: arrays that `read` takes token by token: (B, T, G, w) by groups, (B, T, c) or (B, T) the same for all.
+      read: gets all tokens, or those of a device's rows, groups and heads, so it goes by shapes only.
+      maps: the weights that it reads with, by heads. A closure would not be split.
+    """
+    split = sharded.splits_sequence()
+    k, v = jax.eval_shape(read, *tokens, *maps) if split else read(*tokens, *maps)
     _check_shapes(q, k, v, segment_ids)
     check_training_implementation(implementation)
     if implementation is None:
@@ -54,6 +102,10 @@ def training_attention(
     elif (reason := _refusal(implementation, q, k, v, segment_ids, interpret)) is not None:
         raise ConfigError(f"training_implementation = {implementation!r}: {reason}")
     attention = partial(_module(implementation).attention, scale=float(scale), interpret=interpret)
+    if split and sharded.refusal(q, k) is None:
+        return sharded.over_context(attention, q, tokens, read, maps, segment_ids)
+    if split:
+        k, v = read(*tokens, *maps)
     if implementation == "chunked":  # which XLA splits by itself
         return attention(q, k, v, segment_ids)
     return sharded.over_mesh(attention, q, k, v, segment_ids)
@@ -79,7 +131,8 @@ def _refusal(name: str, q, k, v, segment_ids, interpret: bool = False) -> str | 
         return f"runs on {meant.upper()}, the computation is meant for {here.upper()}"
     if name != "chunked" and (reason := sharded.refusal(q, k)) is not None:
         return reason
-    return _module(name).refusal(*map(sharded.share, (q, k, v, segment_ids)))
+    whole = (sharded.share(x, sequence=None) for x in (k, v, segment_ids))
+    return _module(name).refusal(sharded.share(q), *whole)
 
 
 def _module(name: str):

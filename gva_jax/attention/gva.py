@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from gva_jax.attention.dispatch import cached_attention, in_chunks, training_attention
+from gva_jax.attention.dispatch import attention_from, cached_attention, in_chunks, training_attention, with_shared
 from gva_jax.attention.layers import (
     STD,
     Attention,
@@ -147,19 +147,29 @@ class GroupedValueAttention(Attention):
         positions = default_positions(x, positions)
         q, q_rope, v, k_rope = self._project(x, positions)
         key_map = self._key_map(x.shape[-1])
-        if self.form == "absorbed" and self.rope_dim is not None:
-            q, k = absorb(q, key_map), v
-        else:
-            k = reconstruct(v, key_map)
-            v = jnp.repeat(v, self.num_heads // self._groups, axis=2)
-            if self.rope_dim is None:
-                k = apply_rope(k, positions, self.rope_base)
+        absorbed = self.form == "absorbed" and self.rope_dim is not None
+        if absorbed:
+            q = absorb(q, key_map)
         if q_rope is not None:
-            shared = jnp.broadcast_to(k_rope[:, :, None], (*k.shape[:3], self.rope_dim))
-            q, k = jnp.concatenate([q, q_rope], axis=-1), jnp.concatenate([k, shared], axis=-1)
-        how = dict(scale=self._scale, implementation=self._training())
-        y = training_attention(q, k, v, segment_ids=segment_ids, **how)
+            q = jnp.concatenate([q, q_rope], axis=-1)
+        how = dict(segment_ids=segment_ids, scale=self._scale, implementation=self._training())
+        if absorbed:
+            y = training_attention(q, None, v, k_rope=k_rope, **how)
+        else:
+            last = positions if self.rope_dim is None else k_rope
+            y = attention_from(q, (v,) if last is None else (v, last), self._keys_and_values, (key_map,), **how)
         return self._output(y, x.shape[-1])
+
+    def _keys_and_values(self, v: Float[Array, "B T G d"], *last):
+        """The materialised form: H keys and values per token from G values, the rotated key (or, with full RoPE, the
+        positions) if there is one, and M.
+        """
+        *last, key_map = last
+        k = reconstruct(v, key_map)
+        v = jnp.repeat(v, k.shape[2] // v.shape[2], axis=2)
+        if self.rope_dim is None:
+            return apply_rope(k, *last, self.rope_base), v
+        return with_shared(k, *last), v
 
     def init_cache(self, batch: int, max_length: int, dtype=jnp.bfloat16, layout: str | None = None, **pages) -> Cache:
         """An empty cache; needs no parameters. See `gva_jax.cache.init_cache`, eight-bit dtypes and pages included."""

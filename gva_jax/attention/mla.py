@@ -16,7 +16,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from gva_jax.attention.dispatch import cached_attention, training_attention
+from gva_jax.attention.dispatch import attention_from, cached_attention, with_shared
 from gva_jax.attention.layers import Attention, Projection, RMSNorm, apply_rope, check_tokens, default_positions, normal
 from gva_jax.cache import Cache, init_cache
 from gva_jax.config import check_heads, check_rope_dim, check_training_implementation, require
@@ -98,14 +98,11 @@ class LatentAttention(Attention):
     ) -> Float[Array, "B T D"]:
         """Training forward, causal, with keys and values made. `segment_ids` keep packed documents apart."""
         q, q_rope, z, k_rope = self._project(x, default_positions(x, positions))
-        key_map, value_map = self._maps()
-        k = jnp.einsum("BTc,cHn->BTHn", z, key_map)
-        v = jnp.einsum("BTc,cHd->BTHd", z, value_map)
         if q_rope is not None:
-            shared = jnp.broadcast_to(k_rope[:, :, None], (*k.shape[:3], self.rope_dim))
-            q, k = jnp.concatenate([q, q_rope], axis=-1), jnp.concatenate([k, shared], axis=-1)
-        how = dict(scale=self.head_dim**-0.5, implementation=self._training())
-        y = training_attention(q, k, v, segment_ids=segment_ids, **how)
+            q = jnp.concatenate([q, q_rope], axis=-1)
+        tokens = (z,) if k_rope is None else (z, k_rope)
+        how = dict(segment_ids=segment_ids, scale=self.head_dim**-0.5, implementation=self._training())
+        y = attention_from(q, tokens, _keys_and_values, self._maps(), **how)
         return self._output(y, x.shape[-1])
 
     def init_cache(
@@ -131,3 +128,10 @@ class LatentAttention(Attention):
     def cache_size(self) -> int:
         """Scalars per token."""
         return self.latent_dim + self.rope_dim
+
+
+def _keys_and_values(z: Float[Array, "B T c"], *rest):
+    """Keys (B T H n+r) and values (B T H d) from the latent, the rotated key if there is one, Wuk and Wuv."""
+    *k_rope, key_map, value_map = rest
+    k = jnp.einsum("BTc,cHn->BTHn", z, key_map)
+    return with_shared(k, *k_rope), jnp.einsum("BTc,cHd->BTHd", z, value_map)

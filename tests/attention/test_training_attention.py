@@ -229,7 +229,7 @@ def test_splash_attention_on_tpus():
 @pytest.mark.parametrize(
     ("axes", "told"),
     [
-        (dict(data=1, context=2), "the mesh splits the sequence over context = 2"),
+        (dict(data=1, context=3), "a sequence of 64 over context = 3: must be a multiple of it"),
         (dict(data=8), "a batch of 4 over data x fsdp = 8: must be a multiple of it"),
         (dict(x=2), "the mesh has the axis 'x', which is none of data, fsdp, tensor, context"),
     ],

@@ -61,9 +61,9 @@ def initial_state(run: RunConfig) -> states.TrainState:
 
 
 class Run:
-    """Model, state and step of `run` on its mesh over `devices`."""
+    """Model, state and step of `run` on its mesh over `devices`, from `state` or the run's own initial one."""
 
-    def __init__(self, run: RunConfig, devices=None):
+    def __init__(self, run: RunConfig, devices=None, state: states.TrainState | None = None):
         self.config, self.model = run, Transformer(run.model)
         self.mesh = sharding.make_mesh(run.mesh, devices)
         sharding.check(run, self.mesh)
@@ -74,7 +74,8 @@ class Run:
         self.step = make_train_step(
             self.model, self.optimizer, self.schedule, self.abstract, self.mesh, run.train.accumulation
         )
-        self.state = jax.tree.map(lambda x, a: jax.device_put(x, a.sharding), initial_state(run), self.abstract)
+        state = initial_state(run) if state is None else state
+        self.state = jax.tree.map(lambda x, a: jax.device_put(x, a.sharding), state, self.abstract)
 
     def advance(self, count: int, *, ragged: bool = False, start: int = 0) -> list[dict[str, float]]:
         """Take `count` steps; their metrics."""
@@ -85,8 +86,23 @@ class Run:
         return metrics
 
 
-def one_device(run: RunConfig) -> Run:
-    return Run(replace(run, mesh=MeshConfig()), jax.devices()[:1])
+def one_device(run: RunConfig, state: states.TrainState | None = None) -> Run:
+    return Run(replace(run, mesh=MeshConfig()), jax.devices()[:1], state)
+
+
+def drawn_state(run: RunConfig) -> states.TrainState:
+    """A state at step 0 drawn in NumPy, at a scale where every part matters; nothing to compile."""
+    rng = np.random.default_rng(0)
+    mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
+    plan = optimizers.make(run.optimizer, run.train.steps)
+    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), states.abstract(Transformer(run.model), plan, 0, mesh))
+
+    def draw(path, x):
+        noise = rng.normal(size=x.shape)
+        drawn = 1 + 0.3 * noise if "norm" in jax.tree_util.keystr(path) else noise * x.shape[-2] ** -0.5
+        return drawn.astype(x.dtype)
+
+    return replace(zeros, params=jax.tree_util.tree_map_with_path(draw, zeros.params))
 
 
 def float64(run: RunConfig) -> RunConfig:

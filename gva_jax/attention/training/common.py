@@ -2,12 +2,26 @@
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 PADDING = -1  # a segment id; see `gva_jax.attention.dispatch.training_attention`
+KEPT = "attention_result"  # `checkpoint_name` of outputs and log-sums: what a backward pass should not make again
+
+
+class Shard(NamedTuple):
+    """Which stretch of the sequence the queries are: the `index`-th of `count` equal ones, `index` a traced scalar."""
+
+    index: Int[Array, ""]
+    count: int
+
+    def own(self, x: jax.Array, axis: int = 1) -> jax.Array:
+        """The stretch of `x`, whose `axis` is of the whole sequence."""
+        size = x.shape[axis] // self.count
+        return jax.lax.dynamic_slice_in_dim(x, self.index * size, size, axis)
 
 
 def pad(x: jax.Array, axis: int, size: int, value: int = 0) -> jax.Array:
@@ -35,6 +49,14 @@ def without_padding(y: Float[Array, "B T H dv"], segment_ids: Int[Array, "B T"] 
 def same_segment(segment_ids: Int[Array, "B T"]) -> jax.Array:
     """(B, 1, T, T), true where query and key are of one segment; padding sees padding, so that no row is empty."""
     return segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
+
+
+def split_sequence(q, k) -> str | None:
+    """What a kernel says that takes queries from position 0 on only."""
+    T, S = q.shape[1], k.shape[1]
+    if T == S:
+        return None
+    return f"the mesh splits the sequence: a device has {T} of {S} queries, the kernel does not take where they begin"
 
 
 def tried(attention: Callable, q, k, v, segment_ids) -> str | None:

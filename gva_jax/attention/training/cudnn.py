@@ -8,12 +8,22 @@ are padded, an eighth more work and no scores in memory. Segments become a mask,
 import jax
 from jaxtyping import Array, Float, Int
 
-from gva_jax.attention.training.common import pad, pad_tokens, same_segment, tried, without_padding
+from gva_jax.attention.training.common import (
+    Shard,
+    pad,
+    pad_tokens,
+    same_segment,
+    split_sequence,
+    tried,
+    without_padding,
+)
 
 BACKEND = "cudnn"  # of jax.nn.dot_product_attention
 
 
 def refusal(q, k, v, segment_ids) -> str | None:
+    if (reason := split_sequence(q, k)) is not None:
+        return reason
     return tried(attention, q, k, v, segment_ids)
 
 
@@ -24,6 +34,7 @@ def attention(
     segment_ids: Int[Array, "B T"] | None,
     scale: float,
     interpret: bool = False,
+    shard: Shard | None = None,
 ) -> Float[Array, "B T H dv"]:
     """See `gva_jax.attention.dispatch.training_attention`."""
     (_, T, _, dk), dv = q.shape, v.shape[3]

@@ -3,7 +3,7 @@
 The kernel takes grouped heads (head h reads group h // (H // G)) and values of another width than keys, so absorbed GVA
 runs as it is, keys [v | k_rope] of width d + r and values of width d. It does not scale, and takes whole blocks only.
 
-Letters: B batch, T positions, H query heads, G groups, dk and dv widths of keys and values.
+Letters: B batch, T positions of queries, S of keys, H query heads, G groups, dk and dv widths of keys and values.
 """
 
 import functools
@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jaxtyping import Array, Float, Int
 
-from gva_jax.attention.training.common import pad_tokens, without_padding
+from gva_jax.attention.training.common import KEPT, Shard, pad_tokens, without_padding
 
 LANES = 128
 BLOCK = 512  # positions of queries and of keys a tile, fewer where T is shorter
@@ -25,45 +25,74 @@ def refusal(q, k, v, segment_ids) -> str | None:
     dtypes = {str(x.dtype) for x in (q, k, v)}
     if dtypes not in ({"bfloat16"}, {"float32"}):
         return f"q, k and v are {', '.join(sorted(dtypes))}: must all be bfloat16 or all float32"
+    T, S = q.shape[1], k.shape[1]
+    if T != S and T % LANES:  # padding would lie between the stretches
+        return f"a device has {T} of the sequence's {S} positions: must be a multiple of {LANES}"
     return None
 
 
 def attention(
     q: Float[Array, "B T H dk"],
-    k: Float[Array, "B T G dk"],
-    v: Float[Array, "B T G dv"],
-    segment_ids: Int[Array, "B T"] | None,
+    k: Float[Array, "B S G dk"],
+    v: Float[Array, "B S G dv"],
+    segment_ids: Int[Array, "B S"] | None,
     scale: float,
     interpret: bool = False,
+    shard: Shard | None = None,
 ) -> Float[Array, "B T H dv"]:
     """See `gva_jax.attention.dispatch.training_attention`."""
     T, ids = q.shape[1], segment_ids
-    block = min(BLOCK, -(-T // LANES) * LANES)
-    size = -(-T // block) * block
     q = (q.astype(jnp.float32) * scale).astype(q.dtype)
-    q, k, v, ids = pad_tokens(size, q, k, v, ids)
-    kernel = _kernel(size, q.shape[2], block, interpret)
-    ids = None if ids is None else splash.SegmentIds(q=ids, kv=ids)
+    if shard is None:
+        block = min(BLOCK, -(-T // LANES) * LANES)
+        size = -(-T // block) * block
+        q, k, v, ids = pad_tokens(size, q, k, v, ids)
+        kernel = _kernel(size, q.shape[2], block, 1, interpret)
+        mine = ids
+    else:
+        block = next(size for size in range(BLOCK, 0, -LANES) if T % size == 0)
+        kernel = _rows(_kernel(k.shape[1], q.shape[2], block, shard.count, interpret), shard)
+        mine = segment_ids = None if ids is None else shard.own(ids)
+    ids = None if ids is None else splash.SegmentIds(q=mine, kv=ids)
     y = jax.vmap(kernel)(*(x.swapaxes(1, 2) for x in (q, k, v)), ids)
     return without_padding(y.swapaxes(1, 2)[:, :T], segment_ids)
 
 
+class _CausalMask(splash.CausalMask):
+    """The same mask, faster to look through: a block off the diagonal is told by its corners."""
+
+    def __getitem__(self, at) -> np.ndarray:
+        rows, columns = at
+        shape = rows.stop - rows.start, columns.stop - columns.start
+        if rows.start >= columns.stop - 1:
+            return _filled(shape, True)
+        if rows.stop - 1 < columns.start:
+            return _filled(shape, False)
+        return super().__getitem__(at)
+
+
 @functools.cache
-def _kernel(size: int, heads: int, block: int, interpret: bool):
-    """The kernel of a sequence length. How its blocks lie to the diagonal is found on the host, in time that grows with
-    T squared (half a second at 4,096 positions): once, not at every trace.
+def _filled(shape: tuple[int, int], value: bool) -> np.ndarray:
+    return np.full(shape, value)
+
+
+@functools.cache
+def _kernel(size: int, heads: int, block: int, shards: int, interpret: bool):
+    """The kernel of a sequence length, its queries in `shards` stretches. How its blocks lie to the diagonal is found
+    on the host, in time that grows with T squared: once, not at every trace.
     """
 
     def make():
         kernel = splash.make_splash_mha(
-            splash.MultiHeadMask([splash.CausalMask((size, size))] * heads),
+            splash.MultiHeadMask([_CausalMask((size, size))] * heads),
             # Of the two backward passes not the fused one: it keeps dq once a block of keys.
             block_sizes=splash.BlockSizes(
                 block_q=block, block_kv=block, block_q_dkv=block, block_kv_dkv=block, block_q_dq=block,
                 block_kv_dq=block,
             ),
             head_shards=1,
-            q_seq_shards=1,
+            q_seq_shards=shards,
+            residual_checkpoint_name=KEPT,
             interpret=interpret,
         )  # fmt: skip
         return jax.tree.map(np.asarray, kernel)
@@ -71,3 +100,16 @@ def _kernel(size: int, heads: int, block: int, interpret: bool):
     # In a thread of its own no trace is active, so that what is kept are arrays, not one trace's tracers.
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(make).result()
+
+
+def _rows(kernel, shard: Shard):
+    """The kernel of one stretch of queries: its rows of what the kernel of all knows about each block."""
+
+    def of(mask):
+        blocks = ("data_next", "mask_next", "block_mask")  # (1, blocks of queries, blocks of keys)
+        axes = {**dict.fromkeys(blocks, 1), "q_sequence": 0}
+        found = {name: (getattr(mask, name), axis) for name, axis in axes.items()}
+        return mask._replace(**{n: shard.own(jnp.asarray(x), axis) for n, (x, axis) in found.items() if x is not None})
+
+    masks, settings = kernel.tree_flatten()
+    return type(kernel).tree_unflatten(settings, [of(mask) for mask in masks])

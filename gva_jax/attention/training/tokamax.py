@@ -8,7 +8,7 @@ import importlib.util
 
 from jaxtyping import Array, Float, Int
 
-from gva_jax.attention.training.common import same_segment, tried, without_padding
+from gva_jax.attention.training.common import Shard, same_segment, split_sequence, tried, without_padding
 
 BACKEND = "mosaic"  # of tokamax.dot_product_attention
 
@@ -16,6 +16,8 @@ BACKEND = "mosaic"  # of tokamax.dot_product_attention
 def refusal(q, k, v, segment_ids) -> str | None:
     if importlib.util.find_spec("tokamax") is None:
         return "tokamax is not installed"
+    if (reason := split_sequence(q, k)) is not None:
+        return reason
     return tried(attention, q, k, v, segment_ids)
 
 
@@ -26,6 +28,7 @@ def attention(
     segment_ids: Int[Array, "B T"] | None,
     scale: float,
     interpret: bool = False,
+    shard: Shard | None = None,
 ) -> Float[Array, "B T H dv"]:
     """See `gva_jax.attention.dispatch.training_attention`."""
     import tokamax

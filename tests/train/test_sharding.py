@@ -1,0 +1,136 @@
+"""Training over meshes: every family on every mesh equals one device, and what crosses the network is what should.
+
+What crosses is read off the compiled step. Sequences of 56 in batches of 24: what has a factor 7 or 3 is about tokens.
+"""
+
+import functools
+import itertools
+from dataclasses import replace
+
+import collectives
+import jax
+import pytest
+import tiny_run as tiny
+
+from gva_jax import model as models
+from gva_jax.config import AttentionConfig, DataConfig, MeshConfig, RunConfig
+from gva_jax.train.step import put, token_losses
+
+B, T = 24, 56
+FAMILIES = {
+    **tiny.FAMILIES,
+    "mha": AttentionConfig("mha", 4, None, 8),
+    "gva_keyless": AttentionConfig("gva", 4, 2, 8, 0),
+    "gva_materialised": AttentionConfig("gva", 4, 2, 8, 4, q_norm=True, form="materialised"),
+}
+# What a family's attention gathers, per token: by groups (G, d), or one for all (r or c).
+STREAMS = {
+    "gva": ((2, 8), (4,)),
+    "gva_keyless": ((2, 8),),
+    "gva_materialised": ((2, 8), (4,)),
+    "gva_full_rope": ((2, 8),),
+    "gqa": ((2, 8),),
+    "mqa": ((1, 8),),
+    "mha": ((4, 8),),
+    "mla": ((16,), (4,)),
+}
+COVER = [  # (data, fsdp, tensor, context)
+    ("gva", (1, 2, 2, 2)),
+    ("gva_materialised", (1, 2, 1, 4)),
+    ("gva_full_rope", (2, 1, 2, 2)),
+    ("gqa", (1, 1, 2, 4)),
+    ("mqa", (1, 2, 2, 2)),
+    ("mla", (2, 1, 2, 2)),
+    ("mha", (2, 2, 2, 1)),
+    ("gva_materialised", (2, 2, 2, 1)),
+    ("gva_keyless", (1, 1, 1, 8)),
+]
+REST = sorted(
+    {*itertools.product(FAMILIES, [(2, 2, 2, 1), (2, 2, 1, 2), (1, 2, 1, 4), (1, 1, 2, 4), (2, 1, 2, 2), (1, 1, 1, 8)])}
+    - {*COVER}
+)
+
+
+def config(family: str, mesh: tuple[int, ...], **kw) -> RunConfig:
+    run = tiny.config(mesh=MeshConfig(*mesh), attention=FAMILIES[family], **kw)
+    return replace(run, data=DataConfig(context_length=T, batch_size=B))
+
+
+def expected(family: str, mesh: tuple[int, ...]) -> collectives.Expected:
+    data, fsdp, tensor, context = mesh
+    shared = [x for x in STREAMS[family] if len(x) == 1 or x[0] == 1]  # what all heads read
+    stream = tuple((max(x[0] // tensor, 1), *x[1:]) if len(x) == 2 else x for x in STREAMS[family])
+    return collectives.Expected(
+        B // (data * fsdp), T // context, T, stream, sums=((32,), *shared),
+        unsplit=tuple((32, x[-1]) for x in shared),
+    )  # fmt: skip
+
+
+def compiled(run: tiny.Run):
+    with jax.set_mesh(run.mesh):
+        return run.step.jitted.lower(run.state, put(tiny.batch(0, run.config), run.mesh)).compile()
+
+
+@functools.cache
+def on_one_device(family: str) -> list[dict[str, float]]:
+    run = tiny.float64(config(family, (1, 1, 1, 1)))
+    return tiny.one_device(run, tiny.drawn_state(run)).advance(3)
+
+
+def check(family: str, mesh: tuple[int, ...]) -> None:
+    with jax.enable_x64(True):
+        one = on_one_device(family)
+        run = tiny.float64(config(family, mesh))
+        run = tiny.Run(run, state=tiny.drawn_state(run))
+        step = compiled(run)
+        run.step = step
+        many = run.advance(3)
+    for a, b in zip(one, many, strict=True):
+        assert b == pytest.approx(a, rel=1e-9)
+    assert one[2]["loss"] != one[0]["loss"]
+    sent = collectives.read(step.as_text(), dict(run.mesh.shape))
+    allowed = expected(family, mesh)
+    assert not (strange := [str(x) for x in sent if x not in allowed]), "\n".join(strange)
+    if mesh[3] > 1:  # all of the stream, and nothing else
+        gathered = {x.shape[2:] for x in sent if x.axes == ("context",) and x.dtype == "f64" and x.kind == "all-gather"}
+        assert gathered == set(allowed.stream)
+
+
+@pytest.mark.parametrize(("family", "mesh"), COVER)
+def test_many_devices_equal_one_and_send_what_they_should(family, mesh):
+    check(family, mesh)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("family", "mesh"), REST)
+def test_every_family_on_every_mesh(family, mesh):
+    check(family, mesh)
+
+
+def forward(run: RunConfig) -> list[collectives.Collective]:
+    """What the loss of one batch sends."""
+    it = tiny.Run(run, state=tiny.drawn_state(run))
+    batch = put(tiny.batch(0, run), it.mesh)
+    with jax.set_mesh(it.mesh):
+        loss = jax.jit(lambda params, batch: token_losses(it.model, params, batch).sum())
+        return collectives.read(loss.lower(it.state.params, batch).compile().as_text(), dict(it.mesh.shape))
+
+
+def test_a_broken_constraint_is_found(monkeypatch):
+    """Activations whose sequence is not said to be split."""
+    mesh, real = (1, 2, 2, 2), models.constrain
+    allowed, run = expected("gva", mesh), config("gva", mesh)
+    assert all(x in allowed for x in forward(run))
+    whole = lambda x, *names: real(x, *[None if name == "sequence" else name for name in names])
+    monkeypatch.setattr(models, "constrain", whole)
+    strange = [x for x in forward(run) if x not in allowed]
+    assert any(x.kind == "all-gather" and x.axes == ("context",) and x.shape == (12, 56, 32) for x in strange)
+
+
+def test_gva_gathers_half_of_what_gqa_does():
+    sent = {name: collectives.context_bytes(forward(config(name, (2, 1, 1, 4)))) for name in ("gva", "gqa", "mla")}
+    G, d, r, c, tokens = 2, 8, 4, 16, B // 2 * T
+    assert {name: x["forward"] / tokens / 4 for name, x in sent.items()} == {
+        "gva": G * d + r, "gqa": 2 * G * d, "mla": c + r,
+    }  # fmt: skip
+    assert sent["gva"]["forward"] / sent["gqa"]["forward"] == 1 / 2 + r / (2 * G * d)
