@@ -64,9 +64,9 @@ class Attention(nn.Module, kw_only=True):
 
     @nn.compact
     def _output(
-        self, y: Float[Array, "B T H w"], x: Float[Array, "B T D"], v: Float[Array, "B T G w"]
+        self, y: Float[Array, "B T H w"], x: Float[Array, "B T D"], v: Float[Array, "B T G w"] | None
     ) -> Float[Array, "B T D"]:
-        """Of the heads' outputs; `x` and `v` are the tokens' own inputs and cached values."""
+        """Of the heads' outputs; `x` and `v` are the tokens' own inputs and cached values (only XSA reads these)."""
         kw = dict(dtype=self.dtype, param_dtype=self.param_dtype)
         y = OUTPUT_TRANSFORMS[self.output_transform](name="output_transform", **kw)(x, y, v)
         y = y.reshape(*y.shape[:2], -1)
