@@ -8,13 +8,16 @@ import importlib
 __version__ = "0.1.0"
 
 _WHERE = {
+    "GroupedTiedAttention": "attention",
     "GroupedValueAttention": "attention",
+    "KeyIsValueAttention": "attention",
     "LatentAttention": "attention",
     "MultiHeadAttention": "attention",
     "Transformer": "model",
     "calibrate": "model",
     "generate": "decoding",
     "load": "train.checkpoint",
+    "measure_value_moments": "model",
 }
 __all__ = [*sorted(_WHERE), "__version__"]
 

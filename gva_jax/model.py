@@ -3,7 +3,7 @@
 Letters: B batch, T positions, D model width, L layers, vocab the vocabulary size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import flax.linen as nn
@@ -11,8 +11,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from gva_jax.attention.depth import DepthMixer, Own
 from gva_jax.attention.layers import Projection, RMSNorm, normal
 from gva_jax.attention.registry import build
+from gva_jax.attention.values import Moments
 from gva_jax.cache import Cache
 from gva_jax.compat import wide_dtype
 from gva_jax.config import ConfigError, ModelConfig
@@ -55,20 +57,36 @@ class Block(nn.Module):
         self.mlp = SwiGLU(self.config)
         self.dropout = nn.Dropout(self.config.dropout)
 
-    def __call__(self, x: Float[Array, "B T D"], positions, segment_ids):
-        """Training forward; the second result is what a scan over layers collects: nothing."""
+    def __call__(self, x: Float[Array, "B T D"], positions, segment_ids, earlier: tuple[Own, ...] | None = None):
+        """Training forward, and what later layers may need: with `earlier` this layer's keys and values, else None."""
         x = constrain(x, "batch", "sequence", None)
-        x = x + self._drop(self.attention(self.attention_norm(x), positions=positions, segment_ids=segment_ids))
+        depth, mix = _depth(earlier)
+        y = self.attention(self.attention_norm(x), positions=positions, segment_ids=segment_ids, **mix)
+        x = x + self._drop(y)
         x = x + self._drop(self.mlp(self.mlp_norm(x)))
-        return constrain(x, "batch", "sequence", None), None
+        return constrain(x, "batch", "sequence", None), depth.own
 
-    def prefill(self, x: Float[Array, "B T D"], cache: Cache, lengths: Int[Array, "B"]):
-        y, cache = self.attention.prefill(self.attention_norm(x), cache, lengths=lengths)
+    def prefill(
+        self,
+        x: Float[Array, "B T D"],
+        cache: Cache,
+        lengths: Int[Array, "B"],
+        earlier: tuple[Own, ...] | None = None,
+    ):
+        """Outputs, cache, and what later layers may need."""
+        depth, mix = _depth(earlier)
+        y, cache = self.attention.prefill(self.attention_norm(x), cache, lengths=lengths, **mix)
         x = x + y
-        return x + self.mlp(self.mlp_norm(x)), cache
+        return x + self.mlp(self.mlp_norm(x)), cache, depth.own
 
     def _drop(self, x):
         return self.dropout(x, deterministic=not self.has_rng("dropout"))
+
+
+def _depth(earlier: tuple[Own, ...] | None) -> tuple[DepthMixer, dict]:
+    """What mixes a layer's values with earlier layers', and the keyword of attention that asks for it, if anything."""
+    depth = DepthMixer(earlier or ())
+    return depth, {} if earlier is None else {"mix": depth}
 
 
 class Transformer(nn.Module):
@@ -121,8 +139,10 @@ class Transformer(nn.Module):
         if self.config.scan_layers:
             x, _ = self.layers(x, positions, segment_ids)
         else:
-            for layer in self.layers:
-                x, _ = layer(x, positions, segment_ids)
+            earlier = nothing_earlier(self.config)
+            for i, layer in enumerate(self.layers):
+                x, own = layer(x, positions, segment_ids, earlier)
+                earlier = and_of(self.config, i, earlier, own)
         return self._logits(x)
 
     def _logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T vocab"]:
@@ -152,10 +172,11 @@ class Transformer(nn.Module):
 
         `last` computes only the logits behind each row's last new token, (B, 1, vocab).
         """
-        x, new = self.embedding(tokens), []
+        x, new, earlier = self.embedding(tokens), [], nothing_earlier(self.config)
         # Unrolled even where training scans: caches as scanned inputs and outputs would be copied at every step.
-        for layer, cache in zip(self._cached_layers(), caches, strict=True):
-            x, cache = layer(x, cache, lengths)
+        for i, (layer, cache) in enumerate(zip(self._cached_layers(), caches, strict=True)):
+            x, cache, own = layer(x, cache, lengths, earlier)
+            earlier = and_of(self.config, i, earlier, own)
             new.append(cache)
         if last:
             x = jnp.take_along_axis(x, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)
@@ -175,6 +196,19 @@ class Transformer(nn.Module):
             return lambda *args: block.apply({"params": params}, *args, method="prefill")
 
         return [at(i) for i in range(self.config.num_layers)]
+
+
+# ---- Depth-Attention: keys and values that layers hand on ------------------------------------------------------------
+
+
+def nothing_earlier(config: ModelConfig) -> tuple[Own, ...] | None:
+    """What the first layer gets: None where nothing is handed on."""
+    return () if config.depth_sources else None
+
+
+def and_of(config: ModelConfig, layer: int, earlier: tuple[Own, ...] | None, own: Own | None):
+    """What the layer after `layer` gets."""
+    return (*earlier, own) if layer in config.depth_sources else earlier
 
 
 # ---- layouts of the parameters, initialisation from data -------------------------------------------------------------
@@ -207,20 +241,53 @@ def calibrate(model: Transformer, variables, tokens: Int[Array, "B T"]):
     Layer by layer, since a layer's input depends on those before it; see `GroupedValueAttention.calibrate`.
 
     Raises:
-      ConfigError: an attention family whose keys are not read from values.
+      ConfigError: an attention family whose keys are not read from values by a map.
     """
-    config, kw = model.config, _dtypes(model.config)
-    attention, block, norm = build(config.attention, parent=None, **kw), Block(config, parent=None), RMSNorm(**kw)
+    config = model.config
+    attention = build(config.attention, parent=None, **_dtypes(config))
     if not hasattr(attention, "calibrate"):
         raise ConfigError(f"attention.family = {config.attention.family!r}: has no key map to calibrate, gva has")
     flat, variables = unstack(model, variables)
     params = dict(variables["params"])
-    x = params["embedding"]["embedding"].astype(config.dtype)[tokens]
-    for i in range(config.num_layers):
-        layer = dict(params[f"layers_{i}"])
-        seen = norm.apply({"params": layer["attention_norm"]}, x)
+    for layer, seen in _layers_and_inputs(config, params, tokens):
         layer["attention"] = attention.calibrate({"params": layer["attention"]}, seen)["params"]
-        params[f"layers_{i}"] = layer
-        x, _ = block.apply({"params": layer}, x, None, None)
     variables = {**variables, "params": params}
     return stack(flat, variables)[1] if config.scan_layers else variables
+
+
+def measure_value_moments(model: Transformer, variables, tokens: Int[Array, "B T"]) -> Moments:
+    """Mean and deviation of projected values, then of their SiLU, over all layers on `tokens`.
+
+    They are the constants of the value transforms `affine_match` and `matched_silu`: measured on freshly initialised
+    variables, they go into the config as `model.attention.value_moments`. One set serves all layers, whose values
+    start at the same scale.
+
+    Raises:
+      ConfigError: MLA, whose values are made behind the cache.
+    """
+    config = model.config
+    if config.attention.family == "mla":
+        raise ConfigError("attention.family = 'mla': has no cached values to measure")
+    attention = build(config.attention, parent=None, **_dtypes(config))
+
+    @jax.jit
+    def of_layers(variables):
+        params = dict(unstack(model, variables)[1]["params"])
+        layers = _layers_and_inputs(config, params, tokens)
+        return jnp.stack([attention.measure_values({"params": layer["attention"]}, seen) for layer, seen in layers])
+
+    mean, deviation = of_layers(variables).reshape(-1, 2, 2).transpose(2, 0, 1)  # each (L, 2): of v, of SiLU(v)
+    pooled = mean.mean(0)
+    spread = jnp.sqrt((deviation**2 + (mean - pooled) ** 2).mean(0))
+    return tuple(float(x) for pair in zip(pooled, spread, strict=True) for x in pair)
+
+
+def _layers_and_inputs(config: ModelConfig, params: dict, tokens: Int[Array, "B T"]) -> Iterator[tuple[dict, Array]]:
+    """Each layer's parameters, which may be replaced in place, and what its attention then sees; layers unstacked."""
+    block, norm = Block(config, parent=None), RMSNorm(**_dtypes(config))
+    x, earlier = params["embedding"]["embedding"].astype(config.dtype)[tokens], nothing_earlier(config)
+    for i in range(config.num_layers):
+        layer = params[f"layers_{i}"] = dict(params[f"layers_{i}"])
+        yield layer, norm.apply({"params": layer["attention_norm"]}, x)
+        x, own = block.apply({"params": layer}, x, None, None, earlier)
+        earlier = and_of(config, i, earlier, own)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from gva_jax.attention.layers import joined
 from gva_jax.attention.training import sharded
 from gva_jax.cache import Cache
 from gva_jax.compat import target_platform
@@ -61,15 +62,7 @@ def training_attention(
 def _read(*tokens, separate: bool):
     """Keys and values from `k` (if they are `separate`), `v` and, if there, `k_rope`."""
     k, v, *k_rope = tokens if separate else (tokens[0], *tokens)
-    return with_shared(k, *k_rope), v
-
-
-def with_shared(k: Float[Array, "B T G n"], k_rope: Float[Array, "B T r"] | None = None) -> Float[Array, "B T G dk"]:
-    """Keys [k | k_rope], the second part the same in every group."""
-    if k_rope is None:
-        return k
-    shared = jnp.broadcast_to(k_rope[:, :, None], (*k.shape[:3], k_rope.shape[2]))
-    return jnp.concatenate([k, shared], axis=-1)
+    return joined(k, *k_rope), v
 
 
 def attention_from(

@@ -16,16 +16,19 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from gva_jax.attention.dispatch import attention_from, cached_attention, with_shared
-from gva_jax.attention.layers import Attention, Projection, RMSNorm, apply_rope, check_tokens, default_positions, normal
+from gva_jax.attention.base import Attention
+from gva_jax.attention.dispatch import attention_from, cached_attention
+from gva_jax.attention.layers import Projection, RMSNorm, apply_rope, check_tokens, default_positions, joined, normal
 from gva_jax.cache import Cache, init_cache
-from gva_jax.config import check_heads, check_rope_dim, check_training_implementation, require
+from gva_jax.config import check_heads, check_rope_dim, check_training_implementation, check_transforms, require
 
 
 class LatentAttention(Attention):
     """Causal attention whose cache is `c + r` scalars per token.
 
-    Attributes:
+    Values are made from the latent after aggregation, so a transform of values is refused.
+
+    Attributes, beside the transforms of `Attention`:
       num_heads, head_dim: H, d (the width of values, and of queries, content and rotary part together).
       latent_dim: c.
       rope_dim: r, even, `0 <= r < d`; 0: no position in the scores.
@@ -58,6 +61,7 @@ class LatentAttention(Attention):
                 "MLA cannot rotate keys read from the latent; give a rotary width, 0 for none")  # fmt: skip
         check_rope_dim(self.rope_dim, self.head_dim)
         check_training_implementation(self.training_implementation)
+        check_transforms("mla", self)
         super().__post_init__()
 
     # ---- projections -------------------------------------------------------------------------------------------------
@@ -65,13 +69,10 @@ class LatentAttention(Attention):
     @nn.compact
     def _project(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]):
         """Queries (B T H n), rotated queries (B T H r), latents (B T c), rotated key (B T r); None where r = 0."""
-        H, d, r = self.num_heads, self.head_dim, self.rope_dim
+        d, r = self.head_dim, self.rope_dim
         check_tokens(x)
         kw = dict(dtype=self.dtype, param_dtype=self.param_dtype)
-        q = Projection((H, d), name="query", **kw)(x)
-        if self.q_norm:
-            q = RMSNorm(name="query_norm", **kw)(q)
-        q_nope, q_rope = jnp.split(q, [d - r], axis=-1)
+        q_nope, q_rope = jnp.split(self._queries(x), [d - r], axis=-1)
         z = RMSNorm(name="latent_norm", **kw)(Projection((self.latent_dim,), name="latent", **kw)(x))
         if not r:
             return q_nope, None, z, None
@@ -98,12 +99,13 @@ class LatentAttention(Attention):
     ) -> Float[Array, "B T D"]:
         """Training forward, causal, with keys and values made. `segment_ids` keep packed documents apart."""
         q, q_rope, z, k_rope = self._project(x, default_positions(x, positions))
-        if q_rope is not None:
-            q = jnp.concatenate([q, q_rope], axis=-1)
+        q = joined(q, q_rope)
         tokens = (z,) if k_rope is None else (z, k_rope)
+        key_map, value_map = self._maps()
         how = dict(segment_ids=segment_ids, scale=self.head_dim**-0.5, implementation=self._training())
-        y = attention_from(q, tokens, _keys_and_values, self._maps(), **how)
-        return self._output(y, x.shape[-1])
+        y = attention_from(q, tokens, _keys_and_values, (key_map, value_map), **how)
+        own = jnp.einsum("BTc,cHd->BTHd", z, value_map) if self.output_transform == "xsa" else None
+        return self._output(y, x, own)
 
     def init_cache(
         self, batch: int, max_length: int, dtype=jnp.bfloat16, layout: str | None = None, **pages
@@ -123,7 +125,11 @@ class LatentAttention(Attention):
             jnp.einsum("BTHn,cHn->BTHc", q, key_map), cache, q_rope=q_rope, new=lengths,
             scale=self.head_dim**-0.5, implementation=self.implementation,
         )  # fmt: skip
-        return self._output(jnp.einsum("BTHc,cHd->BTHd", y, value_map), x.shape[-1]), cache
+        make = lambda z: jnp.einsum("BTHc,cHd->BTHd", z, value_map)
+        v = None
+        if self.output_transform == "xsa":  # made as the output is: the same bits where a token sees only itself
+            v = make(jnp.broadcast_to(cache.stored(z[:, :, None]), y.shape))
+        return self._output(make(y), x, v), cache
 
     def cache_size(self) -> int:
         """Scalars per token."""
@@ -134,4 +140,4 @@ def _keys_and_values(z: Float[Array, "B T c"], *rest):
     """Keys (B T H n+r) and values (B T H d) from the latent, the rotated key if there is one, Wuk and Wuv."""
     *k_rope, key_map, value_map = rest
     k = jnp.einsum("BTc,cHn->BTHn", z, key_map)
-    return with_shared(k, *k_rope), jnp.einsum("BTc,cHd->BTHd", z, value_map)
+    return joined(k, *k_rope), jnp.einsum("BTc,cHd->BTHd", z, value_map)

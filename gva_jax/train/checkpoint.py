@@ -70,6 +70,11 @@ class Checkpoints:
         """The newest step that is completely written, on disk."""
         return max(self._steps(), default=None)
 
+    @property
+    def steps(self) -> list[int]:
+        """All complete steps, on disk."""
+        return sorted(self._steps())
+
     def save(self, state: TrainState, iterator, development_loss: float | None = None) -> None:
         """Write in the background, under the state's step; `iterator` is the Grain iterator that feeds the run.
 
@@ -156,9 +161,13 @@ class Checkpoints:
             self._move_away(damaged)
         return state
 
-    def restore_params(self, abstract_params, say: Callable[[str], None] = warnings.warn):
-        """Parameters only, of the newest checkpoint whose parameters are whole. Raises as `restore`; moves nothing."""
-        return self._newest_whole(lambda step: self._read(step, {"params": abstract_params})[0]["params"], say)[0]
+    def restore_params(self, abstract_params, say: Callable[[str], None] = warnings.warn, step: int | None = None):
+        """`(step, parameters)` of the newest checkpoint whose parameters are whole, or of that of `step`.
+
+        Raises as `restore`; moves nothing.
+        """
+        read = lambda step: (step, self._read(step, {"params": abstract_params})[0]["params"])
+        return self._newest_whole(read, say, None if step is None else [step])[0]
 
     def _read(self, step: int, abstract: dict, *plain: str) -> tuple:
         """What is saved of `abstract`'s items, and then the `plain` ones. Raises anything, if it is damaged."""
@@ -171,9 +180,11 @@ class Checkpoints:
                 raise ValueError(f"{name}: not the values that were saved")
         return {name: restored[name] for name in abstract}, *(restored[name] for name in plain)
 
-    def _newest_whole(self, read: Callable[[int], Any], say: Callable[[str], None]) -> tuple[Any, list[int]]:
+    def _newest_whole(
+        self, read: Callable[[int], Any], say: Callable[[str], None], among: list[int] | None = None
+    ) -> tuple[Any, list[int]]:
         """`read(step)` of the newest step where it succeeds in every process, and the newer steps where it did not."""
-        damaged, steps = [], sorted(self._steps(), reverse=True)
+        damaged, steps = [], among or sorted(self._steps(), reverse=True)
         for step, before in zip(steps, [*steps[1:], None], strict=True):
             found, reason = attempt(lambda step=step: read(step))
             if _everywhere(reason is None):
@@ -182,8 +193,8 @@ class Checkpoints:
             reason = reason or "it cannot be read in another process"
             told = f"checkpoint {step} in {str(self._folder)!r} is damaged ({reason})"
             if before is None:
-                whole = "and there is none before it" if len(steps) == 1 else "and so are all before it"
-                raise RunError(f"{told}, {whole}; nothing has been removed")
+                whole = ", and so are all before it" if len(steps) > 1 else "" if among else ", and there is none before it"
+                raise RunError(f"{told}{whole}; nothing has been removed")
             say(f"{told}: going back to step {before}")
         raise RunError(f"{str(self._folder)!r} holds no checkpoint")
 
@@ -220,7 +231,7 @@ def load(run: str | os.PathLike, say: Callable[[str], None] = warnings.warn) -> 
     shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), jax.numpy.zeros((1, 1), jax.numpy.int32))["params"])
     device = SingleDeviceSharding(jax.devices()[0])
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), shapes)
-    params = checkpoints.restore_params(shapes, say)
+    _, params = checkpoints.restore_params(shapes, say)
     checkpoints.close()
     return model, {"params": params}, Tokenizer.load(Path(run) / "tokenizer.json")
 
