@@ -193,8 +193,8 @@ class Checkpoints:
             reason = reason or "it cannot be read in another process"
             told = f"checkpoint {step} in {str(self._folder)!r} is damaged ({reason})"
             if before is None:
-                whole = ", and so are all before it" if len(steps) > 1 else "" if among else ", and there is none before it"
-                raise RunError(f"{told}{whole}; nothing has been removed")
+                others = ", and so are all before it" if len(steps) > 1 else ", and there is none before it"
+                raise RunError(f"{told}{'' if among else others}; nothing has been removed")
             say(f"{told}: going back to step {before}")
         raise RunError(f"{str(self._folder)!r} holds no checkpoint")
 

@@ -120,9 +120,7 @@ def cases():
             yield family, fields
 
 
-@pytest.mark.parametrize(
-    ("family", "fields"), list(cases()), ids=lambda x: x if isinstance(x, str) else "-".join(x.values())
-)
+@pytest.mark.parametrize(("family", "fields"), list(cases()), ids=str)
 def test_decoding_equals_the_forward(family, fields):
     with jax.enable_x64(True):
         kw = dict(dtype="float64", param_dtype="float64", implementation="reference")

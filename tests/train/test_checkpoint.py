@@ -301,6 +301,7 @@ def test_reading_parameters_alone_goes_back_too_and_moves_nothing(tmp_path):
     DAMAGES["garbage"](tmp_path / "checkpoints/2")
     said, checkpoints = [], Checkpoints(tmp_path)
     step, params = checkpoints.restore_params(abstract(state(0)).params, said.append)
+    assert step == 1
     assert_same(params, state(1).params)
     checkpoints.close()
     assert len(said) == 1 and steps_in(tmp_path) == [1, 2]
@@ -308,4 +309,5 @@ def test_reading_parameters_alone_goes_back_too_and_moves_nothing(tmp_path):
     DAMAGES["one bit"](tmp_path / "checkpoints/1")  # of the optimiser, which is not asked for
     checkpoints = Checkpoints(tmp_path)
     step, params = checkpoints.restore_params(abstract(state(0)).params, said.append)
+    assert step == 1
     assert_same(params, state(1).params)
