@@ -11,7 +11,7 @@ over the (T + 1)/2 positions that a causal token sees on average. In training k 
 GVA. In decoding k' is the width of what a query meets in the cache, rotary key included, and v' that of the cached
 value (c in MLA). Where GVA rebuilds keys (full RoPE), its key map multiplies every cached token: 2 w d L H (S - 1)
 more. Depth-Attention on GVA makes each layer's own keys, from its first source on: 2 w n H a layer more; what it does
-with them is elementwise. XSA on MLA makes a decoded token's own value: 2 c d L H more.
+with them is elementwise. XSA on MLA makes each token's own value once more: 2 c d L H.
 
 Letters: T context length, S cached tokens, L layers, H query heads, G groups, d head width, r rotary width, n = d - r,
 w value width (d unless values are transformed to narrower ones).
@@ -115,6 +115,8 @@ def _matrices(model: ModelConfig, parameters: dict[str, int]) -> int:
     if isinstance(attention, GroupedValueAttention) and model.depth_sources:
         n = attention.head_dim - (attention.rope_dim or 0)
         every += (model.num_layers - model.depth_sources[0]) * attention.num_heads * attention.value_width * n
+    if isinstance(attention, LatentAttention) and attention.output_transform == "xsa":  # reads its own token's values
+        every += model.num_layers * attention.num_heads * attention.latent_dim * attention.head_dim
     return every
 
 
@@ -138,8 +140,6 @@ def _flops(config: RunConfig, parameters: dict[str, int], cache: Cache) -> dict[
     rebuilt = 0
     if isinstance(attention, GroupedValueAttention) and attention.rope_dim is None:
         keys, rebuilt = attention.head_dim, attention.value_width * attention.head_dim * (T - 1)
-    if isinstance(attention, LatentAttention) and attention.output_transform == "xsa":
-        matrices += per_width * attention.latent_dim * attention.head_dim
     decode = 2 * matrices + per_width * 2 * ((keys + width(cache.values)) * T + rebuilt)
     return {"forward": forward, "training": 3 * forward, "decode": decode}
 

@@ -10,6 +10,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from gva_jax import cli
+from gva_jax.attention.registry import build
 from gva_jax.config import AttentionConfig, DataConfig, ModelConfig, RunConfig, load, shipped
 from gva_jax.info import describe, matching_gqa, training_flops
 from gva_jax.model import Transformer
@@ -189,8 +190,7 @@ def test_training_flops_are_the_traced_programs_without_recomputation(kind, mode
     params = jax.eval_shape(transformer.init, jax.random.key(0), tokens)["params"]
     batch = {"inputs": tokens, "targets": tokens, "positions": tokens, "segment_ids": tokens + 1}
     counted = matmul_flops(jax.grad(lambda params: token_losses(transformer, params, batch).sum()), params)
-    absorbed = kind in ("gva", "gva r=0")
-    width = 16 + (KINDS[kind].rope_dim if absorbed else 0)
+    width, _ = build(KINDS[kind], parent=None).training_widths()
     again = config.model.num_layers * 4 * 2 * width * T
     assert counted - B * T * again == B * T * training_flops(config)
 
