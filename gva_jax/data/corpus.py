@@ -97,6 +97,8 @@ class _Documents(Sequence):
         return len(self._documents)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"document {index} of {len(self)}")  # which also ends an iteration
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> Sequence[dict[str, np.ndarray]]:
@@ -108,10 +110,8 @@ class _Documents(Sequence):
     def _read(self, index: int) -> dict[str, np.ndarray]:
         try:
             return self._documents[index]
-        except IndexError:
-            raise
         except Exception as error:
-            shard = self._shards[bisect.bisect(self._ends, index % self._ends[-1])]
+            shard = self._shards[bisect.bisect(self._ends, index)]
             check = f"`gva prepare {self._made_from} --out {self._folder}`, as it was given, checks the others"
             try:
                 shard.check(self._folder / DATASET, whole=True)

@@ -79,6 +79,10 @@ def test_a_failure_that_passes_is_none(corpus, monkeypatch):
     expected = [document["tokens"].tolist() for document in documents.__getitems__([3, 99, 200])]
     monkeypatch.setattr(type(documents._documents), "__getitems__", lambda *_: 1 / 0)
     assert [document["tokens"].tolist() for document in documents.__getitems__([3, 99, 200])] == expected
+    assert sum(1 for _ in documents) == len(documents)
+    for outside in (-1, len(documents)):
+        with pytest.raises(IndexError):
+            documents[outside]
 
 
 def test_a_shard_that_is_whole_but_cannot_be_read_is_named_with_the_reason(corpus, monkeypatch):
