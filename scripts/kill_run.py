@@ -41,7 +41,7 @@ class Kill:
 
     signum: signal.Signals
     moment: str
-    # The first step at which it may come (not for "launch").
+    # The first step at which it may come; at the launch the last.
     step: int = 0
     # Then wait so long: seconds, or for "launch" in units of what the undisturbed run took to its first record.
     delay: float = 0.0
@@ -63,15 +63,13 @@ class Part:
 
 
 def plan(steps: int, kills: int, seed: int) -> list[Kill]:
-    """Kills all over the run, each moment and each signal among them."""
+    """Kills all over the run: ten have each moment with each signal, and saving oftener than the others."""
     draw = random.Random(seed)
-    moments = ["launch", "saving", "step", "saving", "evaluation"]
+    moments = [(m, s) for m in ("launch", "step", "evaluation", "saving") for s in (signal.SIGKILL, signal.SIGTERM)]
+    moments = draw.sample([*moments, moments[-2], moments[-1]], 10)
     found = []
     for i in range(kills):
-        moment = moments[i % len(moments)]
-        signum = draw.choice([signal.SIGKILL, signal.SIGTERM])
-        if i < 2 * len(moments):  # each moment meets both
-            signum = [signal.SIGKILL, signal.SIGTERM][(i + i // len(moments)) % 2]
+        moment, signum = moments[i % 10]
         step = round(steps * (i + draw.random()) / (kills + 1))
         delay = draw.uniform(0, 1 if moment == "launch" else 0.03)
         found.append(Kill(signum, moment, max(step, 1), round(delay, 3)))
@@ -132,8 +130,8 @@ class Rehearsal:
         return Part(kill, seconds, code, self.resumed(), self.logged(name), saved, any("tmp" in p for p in folders))
 
     def _is_time(self, name: str, kill: Kill, seconds: float) -> bool:
-        if kill.moment == "launch":
-            return seconds >= kill.delay * self.startup
+        if kill.moment == "launch" and seconds >= kill.delay * self.startup:
+            return True
         if "model: " not in self.said():  # what an earlier process left still lies there
             return False
         if self.logged(name) < max(kill.step, (self.resumed() or 0) + 1):
@@ -141,7 +139,7 @@ class Rehearsal:
         if kill.moment == "saving":
             return any(p.name.endswith("tmp") for p in self._checkpoints(name).glob("*"))
         # An evaluation follows at once on the record of its step.
-        return kill.moment == "step" or self.logged(name) % LOOK["train.eval_every"] == 0
+        return kill.moment in ("launch", "step") or self.logged(name) % LOOK["train.eval_every"] == 0
 
     def _checkpoints(self, name: str) -> Path:
         return self.work / "runs" / name / "checkpoints"

@@ -190,6 +190,7 @@ def files_no_larger_than(size: int):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_a_write_that_the_system_refuses_is_told_between_saves(tmp_path, capfd):
     written(tmp_path, 1)
     checkpoints = Checkpoints(tmp_path, TrainConfig())
@@ -251,6 +252,8 @@ DAMAGES = {
 }
 
 
+# What Python prints of failures in threads, pytest makes warnings of.
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_from_a_damaged_checkpoint_it_goes_back_to_the_one_before(tmp_path, damage, capfd):
     written(tmp_path, 1, 2, 3, keep=3)
