@@ -9,14 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 from variants import inputs, relative, weights
 
+from gva_jax import sharding
 from gva_jax.attention import FAMILIES as REGISTRY
 from gva_jax.attention import build
 from gva_jax.attention.outputs import OUTPUT_TRANSFORMS
 from gva_jax.attention.values import VALUE_TRANSFORMS
 from gva_jax.compositions import CHOICES
-from gva_jax.config import AttentionConfig, ConfigError
+from gva_jax.config import AttentionConfig, ConfigError, MeshConfig, ModelConfig
+from gva_jax.model import Transformer
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "compositions.py"
 spec = importlib.util.spec_from_file_location("compositions_script", SCRIPT)
@@ -96,6 +99,23 @@ def test_what_cannot_be_is_refused_when_the_config_is_built(family, fields, mess
         with pytest.raises(ConfigError) as error:
             module.clone(**fields)
         assert str(error.value).split(":")[0] == message.split(":")[0]
+
+
+@pytest.mark.parametrize("value", VALUE_TRANSFORMS)
+def test_every_parameter_has_a_sharding_rule(value):
+    """Gates of values are split like groups, gates of outputs like heads; nothing is replicated silently."""
+    attention = replace(FAMILIES["gqa"], value_transform=value, output_transform="elementwise_g1")
+    config = ModelConfig(64, 2, 16, 24, attention)
+    shapes = jax.eval_shape(Transformer(config).init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+    mesh = sharding.make_mesh(MeshConfig(fsdp=2, tensor=2))
+    specs = sharding.state_shardings(shapes, config, mesh)["layers"]["attention"]
+    assert specs["output_transform"]["gate"]["kernel"].spec == P(None, "fsdp", "tensor")
+    gates = jax.tree.map(lambda s: s.spec, specs.get("value_transform", {}))
+    if value == "state_gate":
+        assert gates == {"kernel": P(None, None, "tensor"), "bias": P(None, "tensor")}
+    else:
+        has = value in ("headwise_g2", "full_glu", "reduced_glu")
+        assert gates == ({"gate": {"kernel": P(None, "fsdp", "tensor")}} if has else {})
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------
