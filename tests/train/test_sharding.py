@@ -10,11 +10,13 @@ from types import SimpleNamespace
 
 import collectives
 import jax
+import numpy as np
 import pytest
 import tiny_run as tiny
 
 from gva_jax import model as models
-from gva_jax.config import AttentionConfig, DataConfig, MeshConfig, RunConfig
+from gva_jax import sharding
+from gva_jax.config import AttentionConfig, ConfigError, DataConfig, MeshConfig, RunConfig
 from gva_jax.train.step import make_eval_step, put
 
 B, T = 24, 56
@@ -132,8 +134,10 @@ def test_gva_gathers_half_of_what_gqa_does():
     sent = {name: collectives.context_bytes(forward(config(name, (2, 1, 1, 4)))) for name in ("gva", "gqa", "mla")}
     G, d, r, c, tokens = 2, 8, 4, 16, B // 2 * T
     assert {name: x["forward"] / tokens / 4 for name, x in sent.items()} == {
-        "gva": G * d + r, "gqa": 2 * G * d, "mla": c + r,
-    }  # fmt: skip
+        "gva": G * d + r,
+        "gqa": 2 * G * d,
+        "mla": c + r,
+    }
     assert sent["gva"]["forward"] / sent["gqa"]["forward"] == 1 / 2 + r / (2 * G * d)
 
 
@@ -152,7 +156,7 @@ def test_processes_load_the_rows_that_their_devices_hold():
     assert share(held(1, 2, 1, 4, processes=4), 3) == (1, 2, (1,))  # two processes share a row's tokens
     assert share(held(1, 1, 1, 8, processes=8), 5) == (0, 1, (0,))
     split = held(4, 1, 1, 2, processes=2)
-    split.devices = split.devices.T.reshape(4, 1, 1, 2)  # every row on both
+    split.devices = split.devices.reshape(2, 4).T.reshape(4, 1, 1, 2)  # every row on both
     assert share(split, 1) == (0, 1, (0, 1, 2, 3))
     uneven = held(8, 1, 1, 1, processes=2)
     uneven.devices[0, 0, 0, 0].process_index = 1

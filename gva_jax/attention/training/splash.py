@@ -57,7 +57,7 @@ def attention(
 
 
 def _run(key, q, k, v, mine, ids, index):
-    """The kernel `_kernel(*key)` on operands (B, H or G, positions, width), on stretch `index` of its queries if given."""
+    """The kernel `_kernel(*key)` on (B, H or G, positions, width); with `index`, on that stretch of its queries."""
     kernel = _kernel(*key)
     if index is not None:
         kernel = _rows(kernel, Shard(index, key[3]))
