@@ -4,8 +4,10 @@ Parameters are matched by path, so modules return plain arrays and need no metad
 an error, never silent replication.
 """
 
+import functools
 import math
 import re
+from typing import NamedTuple
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -113,6 +115,38 @@ def state_shardings(tree, model: ModelConfig, mesh: Mesh):
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Of every array (B, T) in a batch."""
     return NamedSharding(mesh, spec("batch", "sequence"))
+
+
+class Share(NamedTuple):
+    """The rows of a batch that a process loads: the `index`-th of `count` equal shares.
+
+    `blocks` are the places of those rows on the mesh, in units of one device's rows.
+    """
+
+    index: int
+    count: int
+    blocks: tuple[int, ...]
+
+
+@functools.cache
+def share(mesh: Mesh, process: int) -> Share:
+    """What `process` loads. Processes whose devices have the same rows, other heads or other tokens of them, load the
+    same.
+
+    Raises:
+      ConfigError: a process whose devices have rows in common with another's, and others not.
+    """
+    ways = mesh.shape["data"] * mesh.shape["fsdp"]
+    held = {}
+    for block, devices in enumerate(mesh.devices.reshape(ways, -1)):
+        for device in devices:
+            held.setdefault(device.process_index, set()).add(block)
+    shares = sorted({tuple(sorted(blocks)) for blocks in held.values()})
+    if sum(map(len, shares)) != ways or len({len(blocks) for blocks in shares}) > 1:
+        told = "the devices of a process must hold rows of its own, or the same rows as another process's"
+        raise ConfigError(f"mesh (data x fsdp = {ways} over {len(held)} processes): {told}")
+    mine = tuple(sorted(held[process]))
+    return Share(shares.index(mine), len(shares), mine)
 
 
 def check(config: RunConfig, mesh: Mesh) -> None:

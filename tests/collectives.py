@@ -40,7 +40,7 @@ def read(text: str, mesh: dict[str, int]) -> list[Collective]:
     a loop counts once. `mesh` is the sizes of its axes by name, in order.
     """
     found = {}
-    for line in text.splitlines():
+    for at, line in enumerate(text.splitlines()):
         if (match := _LINE.search(line)) is None:
             continue
         made, kind, started = match.groups()
@@ -52,8 +52,9 @@ def read(text: str, mesh: dict[str, int]) -> list[Collective]:
         if (axes := _axes(line, mesh)) == ():  # of one device
             continue
         for i, (dtype, shape) in enumerate(arrays):
-            key = kind, _between(line, "channel_id=", ","), operation, i, dtype, shape
-            found[key] = Collective(kind, dtype, shape, axes, operation)
+            # TPUs' asynchronous ones are several, in fusions of one chain.
+            chain = _between(line, 'chain_id="', '"') or f"line {at}"
+            found[chain, kind, operation, i, dtype, shape] = Collective(kind, dtype, shape, axes, operation)
     return list(found.values())
 
 

@@ -65,7 +65,8 @@ def _train(config: RunConfig, display: Display, stop: StopRequest, profile: bool
     if config.model.attention.training_implementation is not None:
         shape = (config.data.batch_size // config.train.accumulation, config.data.context_length)
         check_attention(model, abstract, shape, mesh)
-    processes = {"process_index": jax.process_index(), "process_count": jax.process_count()}
+    share = sharding.share(mesh, jax.process_index())
+    processes = {"process_index": share.index, "process_count": share.count}
     corpus = prepare(config.data, config.model.vocab_size, display)
     iterator = train_iterator(corpus, config.data, **processes)
 

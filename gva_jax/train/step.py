@@ -131,9 +131,19 @@ def make_eval_step(
 
 
 def put(batch: dict[str, np.ndarray], mesh: Mesh) -> Batch:
-    """This process's rows of a batch as global arrays."""
-    where = sharding.batch_sharding(mesh)
-    return {name: jax.make_array_from_process_local_data(where, x) for name, x in batch.items()}
+    """The rows of a batch that this process loads (see `sharding.share`), whole sequences, as global arrays."""
+    where, share = sharding.batch_sharding(mesh), sharding.share(mesh, jax.process_index())
+
+    def place(x: np.ndarray) -> jax.Array:
+        size = len(x) // len(share.blocks)
+
+        def part(at: tuple[slice, slice]) -> np.ndarray:
+            first = share.blocks.index((at[0].start or 0) // size) * size
+            return x[first : first + size, at[1]]
+
+        return jax.make_array_from_callback((len(x) * share.count, *x.shape[1:]), where, part)
+
+    return {name: place(x) for name, x in batch.items()}
 
 
 def _on(mesh: Mesh, jitted):

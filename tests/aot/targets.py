@@ -92,7 +92,7 @@ def run(file: str, *args, **environment: str) -> list[dict]:
         "TPU_SKIP_MDS_QUERY": "1",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "XLA_FLAGS": "",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests/aot"), str(ROOT / "tests/kernels")]),
+        "PYTHONPATH": os.pathsep.join(str(ROOT / place) for place in (".", "tests", "tests/aot", "tests/kernels")),
     } | environment  # fmt: skip
     command = [sys.executable, file, *map(str, args)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

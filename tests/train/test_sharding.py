@@ -6,15 +6,18 @@ What crosses is read off the compiled step. Sequences of 56 in batches of 24: wh
 import functools
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import collectives
 import jax
+import numpy as np
 import pytest
 import tiny_run as tiny
 
 from gva_jax import model as models
-from gva_jax.config import AttentionConfig, DataConfig, MeshConfig, RunConfig
-from gva_jax.train.step import put, token_losses
+from gva_jax import sharding
+from gva_jax.config import AttentionConfig, ConfigError, DataConfig, MeshConfig, RunConfig
+from gva_jax.train.step import make_eval_step, put
 
 B, T = 24, 56
 FAMILIES = {
@@ -108,12 +111,12 @@ def test_every_family_on_every_mesh(family, mesh):
 
 
 def forward(run: RunConfig) -> list[collectives.Collective]:
-    """What the loss of one batch sends."""
+    """What the evaluation of one batch sends."""
     it = tiny.Run(run, state=tiny.drawn_state(run))
-    batch = put(tiny.batch(0, run), it.mesh)
+    evaluate = make_eval_step(it.model, it.abstract, it.mesh, np.ones(run.model.vocab_size, np.int32))
     with jax.set_mesh(it.mesh):
-        loss = jax.jit(lambda params, batch: token_losses(it.model, params, batch).sum())
-        return collectives.read(loss.lower(it.state.params, batch).compile().as_text(), dict(it.mesh.shape))
+        lowered = evaluate.jitted.lower(it.state.params, put(tiny.batch(0, run), it.mesh))
+    return collectives.read(lowered.compile().as_text(), dict(it.mesh.shape))
 
 
 def test_a_broken_constraint_is_found(monkeypatch):
@@ -131,6 +134,41 @@ def test_gva_gathers_half_of_what_gqa_does():
     sent = {name: collectives.context_bytes(forward(config(name, (2, 1, 1, 4)))) for name in ("gva", "gqa", "mla")}
     G, d, r, c, tokens = 2, 8, 4, 16, B // 2 * T
     assert {name: x["forward"] / tokens / 4 for name, x in sent.items()} == {
-        "gva": G * d + r, "gqa": 2 * G * d, "mla": c + r,
-    }  # fmt: skip
+        "gva": G * d + r,
+        "gqa": 2 * G * d,
+        "mla": c + r,
+    }
     assert sent["gva"]["forward"] / sent["gqa"]["forward"] == 1 / 2 + r / (2 * G * d)
+
+
+# ---- processes -------------------------------------------------------------------------------------------------------
+
+
+def held(*axes: int, processes: int):
+    """A mesh of 8 devices as so many processes with equally many devices each see it."""
+    names = [SimpleNamespace(process_index=i * processes // 8) for i in range(8)]
+    return SimpleNamespace(shape=dict(zip(sharding.AXES, axes, strict=True)), devices=np.array(names).reshape(axes))
+
+
+def test_processes_load_the_rows_that_their_devices_hold():
+    share = lambda mesh, process: tuple(sharding.share.__wrapped__(mesh, process))
+    assert share(held(2, 2, 2, 1, processes=2), 1) == (1, 2, (2, 3))
+    assert share(held(1, 2, 1, 4, processes=4), 3) == (1, 2, (1,))  # two processes share a row's tokens
+    assert share(held(1, 1, 1, 8, processes=8), 5) == (0, 1, (0,))
+    split = held(4, 1, 1, 2, processes=2)
+    split.devices = split.devices.reshape(2, 4).T.reshape(4, 1, 1, 2)  # every row on both
+    assert share(split, 1) == (0, 1, (0, 1, 2, 3))
+    uneven = held(8, 1, 1, 1, processes=2)
+    uneven.devices[0, 0, 0, 0].process_index = 1
+    with pytest.raises(ConfigError, match="data x fsdp = 8 over 2 processes"):
+        share(uneven, 0)
+
+
+@pytest.mark.parametrize("mesh", [(2, 2, 1, 2), (1, 1, 2, 4)])
+def test_batches_lie_as_declared(mesh):
+    run = config("gva", mesh)
+    devices = sharding.make_mesh(run.mesh)
+    batch = tiny.batch(0, run)
+    for name, x in put(batch, devices).items():
+        assert x.sharding == sharding.batch_sharding(devices)
+        np.testing.assert_array_equal(x, batch[name])

@@ -47,15 +47,21 @@ def attention(
         block = min(BLOCK, -(-T // LANES) * LANES)
         size = -(-T // block) * block
         q, k, v, ids = pad_tokens(size, q, k, v, ids)
-        kernel = _kernel(size, q.shape[2], block, 1, interpret)
-        mine = ids
+        mine, key, index = ids, (size, q.shape[2], block, 1, interpret), None
     else:
         block = next(size for size in range(BLOCK, 0, -LANES) if T % size == 0)
-        kernel = _rows(_kernel(k.shape[1], q.shape[2], block, shard.count, interpret), shard)
         mine = segment_ids = None if ids is None else shard.own(ids)
-    ids = None if ids is None else splash.SegmentIds(q=mine, kv=ids)
-    y = jax.vmap(kernel)(*(x.swapaxes(1, 2) for x in (q, k, v)), ids)
+        key, index = (k.shape[1], q.shape[2], block, shard.count, interpret), shard.index
+    y = _run(key, *(x.swapaxes(1, 2) for x in (q, k, v)), mine, ids, index)
     return without_padding(y.swapaxes(1, 2)[:, :T], segment_ids)
+
+
+def _run(key, q, k, v, mine, ids, index):
+    """The kernel `_kernel(*key)` on (B, H or G, positions, width); with `index`, on that stretch of its queries."""
+    kernel = _kernel(*key)
+    if index is not None:
+        kernel = _rows(kernel, Shard(index, key[3]))
+    return jax.vmap(kernel)(q, k, v, None if ids is None else splash.SegmentIds(q=mine, kv=ids))
 
 
 class _CausalMask(splash.CausalMask):
