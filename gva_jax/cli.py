@@ -4,6 +4,7 @@ A user's mistake is a `ConfigError`: one line on standard error, exit code 2.
 """
 
 import sys
+import traceback
 from collections.abc import Callable
 
 from gva_jax import __version__
@@ -27,15 +28,31 @@ def main(argv: list[str] | None = None) -> int:
     except FloatingPointError as error:  # a loss or weights that are not finite: the message says where
         return _refuse(str(error), code=1)
     except KeyboardInterrupt:
+        _end_others("interrupted", 130)
         print("interrupted", file=sys.stderr)
         return 130
     except SystemExit as stop:  # how the parser ends when it has printed help
         return int(stop.code or 0)
+    except Exception as error:
+        _end_others(error, 1)
+        raise
 
 
 def _refuse(message: str, code: int = 2) -> int:
+    _end_others(message, code)
     print("error:", " ".join(message.split("\n")), file=sys.stderr)
     return code
+
+
+def _end_others(reason: str | Exception, code: int) -> None:
+    """Where this is one of several processes, end all: the others would wait for it. Then it does not return."""
+    distributed = sys.modules.get("gva_jax.distributed")
+    if distributed is None or not distributed.many():
+        return
+    if isinstance(reason, Exception):  # a fault
+        traceback.print_exc()
+        reason = f"{type(reason).__name__}: {reason}"
+    distributed.end_all(reason, code)
 
 
 def _run(argv: list[str]) -> int:
@@ -72,18 +89,29 @@ def train(args: list[str]) -> int:
     The run's folder RUNS/NAME receives the config, checkpoints and metrics. A run that a signal stops saves a
     checkpoint and exits with 128 + the signal; the same command continues it. Prepared corpora and compiled programs
     (JAX's persistent compilation cache, on by default) are kept in {cache}; GVA_JAX_CACHE names another folder.
+
+    Started many times, by SLURM, on a TPU pod, in a Kubernetes job or with --coordinator, the processes train one model
+    together. If one of them is lost or stalls, all exit with 70.
     """
     from gva_jax.options import TrainOptions, parse_with_config
 
-    config = parse_with_config(TrainOptions, args, "gva train", _description(train)).config
-    from gva_jax import runtime
+    options = parse_with_config(TrainOptions, args, "gva train", _description(train))
+    config = options.config
+    from gva_jax import distributed, runtime
     from gva_jax.display import Display
     from gva_jax.train import loop, report
 
-    display = Display()
+    try:
+        distributed.start(
+            options.coordinator, options.num_processes, options.process_id, options.connect_seconds
+        )  # fmt: skip
+    except distributed.LostProcess as error:
+        return _refuse(str(error), distributed.LOST)
+    display = Display(quiet=not distributed.first())
     runtime.start(display)
     result = loop.train(config, display)
     report.show(config, result, display)
+    distributed.finish()
     return 0 if result.stopped_by is None else 128 + result.stopped_by
 
 

@@ -232,12 +232,16 @@ class TrainConfig:
     checkpoint_every: int = 0
     # Checkpoints kept.
     keep: int = 2
+    # With several processes: end all when one has not reached the next step (evaluation batch, save) for so many
+    # seconds, and name it. The first step, which is compiled, may take 6 times as long. 0: wait for ever.
+    stall_seconds: float = 600
 
     def __post_init__(self):
         for name in ("steps", "accumulation", "log_every", "keep"):
             require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "must be 1 or more")
         for name in ("eval_every", "eval_batches", "checkpoint_every"):
             require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "must not be negative")
+        require(self.stall_seconds >= 0, "train.stall_seconds", self.stall_seconds, "must not be negative (0: off)")
 
 
 @dataclass(frozen=True)

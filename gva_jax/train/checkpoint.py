@@ -17,6 +17,7 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from gva_jax import config as configs
+from gva_jax import distributed
 from gva_jax.config import ConfigError, RunConfig
 from gva_jax.data import needs_extra
 from gva_jax.data.tokenizer import Tokenizer
@@ -25,7 +26,8 @@ from gva_jax.train.state import TrainState
 
 # What may change between the parts of one run: where things lie, what computes, how often one looks, what is sampled.
 FREE_FIELDS = ("runs", "sample.", "mesh.", "model.attention.training_implementation", "data.directory",
-               "train.log_every", "train.eval_", "train.checkpoint_every", "train.keep")  # fmt: skip
+               "train.log_every", "train.eval_", "train.checkpoint_every", "train.keep",
+               "train.stall_seconds")  # fmt: skip
 
 
 class RunFolder:
@@ -67,12 +69,14 @@ class RunFolder:
     def truncate_metrics(self, step: int) -> None:
         """Forget what was logged after `step`, which is about to be trained again."""
         path = self.path / "metrics.jsonl"
-        if path.exists():
+        if distributed.first() and path.exists():
             lines = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= step]
             _replace_text(path, "".join(line + "\n" for line in lines))
 
     def log(self, record: dict) -> None:
-        """Append one line to metrics.jsonl."""
+        """Append one line to metrics.jsonl; of several processes, only the first does."""
+        if not distributed.first():
+            return
         with (self.path / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(record) + "\n")
 

@@ -1,13 +1,14 @@
 """The training loop: prepare, resume, then step, report, evaluate, save, in this order."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
 
-from gva_jax import sharding
+from gva_jax import distributed, sharding
 from gva_jax.config import ConfigError, RunConfig
-from gva_jax.data.corpus import Corpus
+from gva_jax.data.corpus import Corpus, open_corpus
 from gva_jax.data.loader import evaluation_batches, train_iterator
 from gva_jax.data.prepare import prepare
 from gva_jax.display import Display
@@ -19,6 +20,7 @@ from gva_jax.train.evaluation import Evaluation, evaluate
 from gva_jax.train.metrics import Meter
 from gva_jax.train.step import check_attention, make_eval_step, make_train_step, put
 from gva_jax.train.stopping import StopRequest
+from gva_jax.watch import Watch
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,11 @@ def train(config: RunConfig, display: Display | None = None) -> Report:
     Raises:
       ConfigError: anything that cannot work, before the run's folder is made.
     """
-    display = display or Display()
+    with Watch(config.train.stall_seconds) as watch:
+        return _train(config, display or Display(quiet=not distributed.first()), watch)
+
+
+def _train(config: RunConfig, display: Display, watch: Watch) -> Report:
     if "float64" in (config.model.dtype, config.model.param_dtype) and not jax.config.jax_enable_x64:
         raise ConfigError("model.dtype, model.param_dtype = 'float64': need the environment variable JAX_ENABLE_X64=1")
     model = Transformer(config.model)
@@ -54,17 +60,19 @@ def train(config: RunConfig, display: Display | None = None) -> Report:
         shape = (config.data.batch_size // config.train.accumulation, config.data.context_length)
         check_attention(model, abstract, shape, mesh)
     processes = {"process_index": jax.process_index(), "process_count": jax.process_count()}
-    corpus = prepare(config.data, config.model.vocab_size, display)
+    corpus = _corpus(config, display)
     iterator = train_iterator(corpus, config.data, **processes)
 
     train_step = make_train_step(model, optimizer, schedule, abstract, mesh, config.train.accumulation)
     eval_step = make_eval_step(model, abstract, mesh, corpus.tokenizer.token_bytes())
 
     def measure(params, split: str, most: int = 0) -> Evaluation:
-        return evaluate(eval_step, params, evaluation_batches(corpus, split, config.data, **processes), mesh, most)
+        batches = evaluation_batches(corpus, split, config.data, **processes)
+        return evaluate(eval_step, params, watch.each(f"batch of {split},", batches), mesh, most)
 
-    folder = RunFolder(config, corpus.hash, corpus.tokenizer)
+    folder = distributed.first_then_all(lambda: RunFolder(config, corpus.hash, corpus.tokenizer), config.folder)
     checkpoints = Checkpoints(folder.path, config.train.keep)
+    watch.reach("start at step", checkpoints.latest or 0)
     if checkpoints.latest is None:
         state, step = states.create(model, optimizer, config.train.seed, mesh), 0
     else:
@@ -79,12 +87,15 @@ def train(config: RunConfig, display: Display | None = None) -> Report:
 
     development, options = None, config.train
     due = lambda every: every and step % every == 0
-    with StopRequest() as stop, display.task("train", options.steps, start=step) as task:
+    with StopRequest(mesh) as stop, display.task("train", options.steps, start=step) as task:
         meter = Meter(folder, task, options.log_every, tokens)
         while step < options.steps and stop.signum is None:
             # 1. Draw and dispatch: the device works while the rest of this round runs.
-            state, metrics = train_step(state, put(next(iterator), mesh))
+            batch = put(next(iterator), mesh)
             step += 1
+            watch.reach("step", step)
+            state, metrics = train_step(state, batch)
+            stop.dispatched()
             # 2. Report the step before: never wait for the one that is running.
             meter.dispatched(step, metrics)
             # 3. Evaluate and save; only then is the next batch drawn, so a checkpoint holds exactly what was trained.
@@ -95,8 +106,10 @@ def train(config: RunConfig, display: Display | None = None) -> Report:
                 display.say(f"step {step:,}: development {development}")
                 meter.restart()
             if due(options.checkpoint_every) and step < options.steps:
+                watch.reach("save of step", step)
                 checkpoints.save(state, iterator)
         meter.flush()
+        watch.reach("save of step", step)
         checkpoints.save(state, iterator)
         checkpoints.wait()
         stopped_by = stop.signum
@@ -113,3 +126,29 @@ def train(config: RunConfig, display: Display | None = None) -> Report:
     display.say(f"development: {development}")
     display.say(f"held-out:    {heldout}")
     return Report(folder.path, step, corpus, model, {"params": state.params}, development, heldout)
+
+
+def _corpus(config: RunConfig, display: Display) -> Corpus:
+    """What the first process prepares, and the others then read: the same folder, or one that holds the same."""
+    make = lambda: prepare(config.data, config.model.vocab_size, display)
+    if not distributed.many():
+        return make()
+    made = []
+
+    def folder_and_hash() -> str:
+        display.say("the corpus is looked for, or made, by process 0; the others wait for it")
+        made.append(make())
+        return json.dumps([str(made[0].folder.resolve()), made[0].hash])
+
+    folder, corpus_hash = json.loads(distributed.share(folder_and_hash))
+    if made:
+        return made[0]
+    try:
+        corpus = open_corpus(Path(folder))
+        told = "is another one"
+    except ConfigError as error:
+        corpus, told = None, f"cannot be read ({error})"
+    if corpus is None or corpus.hash != corpus_hash:
+        right = "all must see the same: put data.directory or GVA_JAX_CACHE on a file system that they share"
+        raise ConfigError(f"corpus {folder!r} of process 0 {told} in {distributed.here()}: {right}")
+    return corpus
