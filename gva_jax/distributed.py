@@ -5,6 +5,7 @@ then does the plain thing. What the processes tell each other goes through the k
 which process 0 serves; `gva_jax.watch` uses it to notice who has stalled.
 """
 
+import atexit
 import contextlib
 import itertools
 import json
@@ -90,11 +91,14 @@ def start(coordinator: str | None, num_processes: int | None, process_id: int | 
 
 
 def finish() -> None:
-    """The good end: wait for the others, then part."""
+    """The good end: wait for the others, then part. Also what happens when the interpreter ends."""
+    global _finished, _listener
     if many():
-        global _finished
         _finished = True
         jax.distributed.shutdown()
+    if _listener is not None:
+        _listener.join()  # a thread that is still in the store would crash the interpreter's end
+        _listener = None
 
 
 def many() -> bool:
@@ -299,7 +303,8 @@ class Largest:
 
 # ---- ending together -------------------------------------------------------------------------------------------------
 
-_listening = _finished = False
+_finished = False
+_listener: threading.Thread | None = None
 _ending = threading.Lock()
 
 
@@ -326,10 +331,12 @@ def end_all(message: str, code: int, *, everyone: bool = False, without: Iterabl
 
 def listen() -> None:
     """From now on, what ends another process ends this one; and so does the end of process 0."""
-    global _listening
-    if many() and not _listening:
-        _listening = True
-        threading.Thread(target=_listen, args=(compat.key_value_store(),), name="gva_jax listener", daemon=True).start()
+    global _finished, _listener
+    if many() and _listener is None:
+        _finished = False
+        _listener = threading.Thread(target=_listen, args=(compat.key_value_store(),), name="listener", daemon=True)
+        _listener.start()
+        atexit.register(finish)
 
 
 def _listen(store) -> None:

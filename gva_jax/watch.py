@@ -63,7 +63,7 @@ class Watch:
     def __enter__(self):
         if self._on:
             distributed.listen()
-            self._thread = threading.Thread(target=self._run, name="gva_jax watch", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
             self._thread.start()
         return self
 
