@@ -172,7 +172,7 @@ def _join(place: _Place, seconds: float) -> None:
         _reach(place.coordinator, since + seconds, limit)
     # JAX ends the process with a stack trace when its time is over: be there before.
     missing = f"not all of the {place.count} processes have come to the coordinator {place.coordinator} {limit}"
-    deadline = threading.Timer(max(since + seconds - time.monotonic(), 1), lambda: _leave(missing, LOST))
+    deadline = threading.Timer(max(since + seconds - time.monotonic(), 1), lambda: leave(missing, LOST))
     deadline.daemon = True
     deadline.start()
     try:
@@ -246,9 +246,9 @@ def first_then_all(make: Callable[[], _T], folder: Path) -> _T:
     """
     if not many():
         return make()
-    mine = make() if first() else None
+    made = [make()] if first() else []
     check_shared(folder)
-    return make() if mine is None else mine
+    return made[0] if made else make()
 
 
 def check_shared(folder: Path) -> None:
@@ -347,7 +347,7 @@ def _listen(store) -> None:
     except RuntimeError as error:
         if not _finished and _ending.acquire(blocking=False):
             told = f"process 0, the coordinator, is gone ({str(error).splitlines()[0]})"
-            _leave(f"{told}; {LAST_STAYS}", LOST)
+            leave(f"{told}; {LAST_STAYS}", LOST)
         return
     if not _ending.acquire(blocking=False):  # `end_all` is at work here
         return
@@ -373,7 +373,8 @@ def _part(store, index: int, others: set[int], code: int) -> NoReturn:
     _exit(code)
 
 
-def _leave(message: str, code: int) -> NoReturn:
+def leave(message: str, code: int) -> NoReturn:
+    """End this process alone, where the others cannot be told."""
     _tell(message)
     _exit(code)
 

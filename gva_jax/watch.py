@@ -11,6 +11,7 @@ import math
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import TypeVar
 
@@ -63,6 +64,7 @@ class Watch:
     def __enter__(self):
         if self._on:
             distributed.listen()
+            self._asking = ThreadPoolExecutor(1, "store")
             self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
             self._thread.start()
         return self
@@ -75,6 +77,7 @@ class Watch:
             time.sleep(2 * self._silent)
         self._closed.set()
         self._thread.join()
+        self._asking.shutdown(wait=False)
 
     def reach(self, kind: str, number: int | str) -> None:
         """This process has come to `kind` `number` (step 12); the first of a kind may take longer."""
@@ -90,20 +93,20 @@ class Watch:
 
     def _run(self) -> None:
         index, count = compat.process_index_and_count()
-        store, others = compat.key_value_store(), [i for i in range(count) if i != index]
+        others = [i for i in range(count) if i != index]
         name, number, waits = distributed.here(), 0, None
         try:
             while not self._closed.wait(min(5, self._silent / 5)):
                 now, number = time.monotonic(), number + 1
                 reached, what, since, limit = self._mark
                 mine = Beat(name, reached, what, now - since, limit, number)
-                store.key_value_set(f"{_BEATS}/{index}", json.dumps(asdict(mine)), allow_overwrite=True)
+                self._ask("key_value_set", f"{_BEATS}/{index}", json.dumps(asdict(mine)), True)
                 if mine.ago < self._silent and not self._error:
                     waits = None  # who makes progress need not look at the others
                     continue
                 if waits is None:
                     waits, seen = now, {}
-                for key, text in store.key_value_dir_get(_BEATS):
+                for key, text in self._ask("key_value_dir_get", _BEATS):
                     who, beat = int(key.rpartition("/")[2]), Beat(**json.loads(text))
                     if who not in seen or seen[who][0].number != beat.number:
                         seen[who] = beat, now
@@ -113,6 +116,18 @@ class Watch:
                     distributed.end_all(verdict[1], distributed.LOST, everyone=True, without=verdict[0])
         except RuntimeError:  # process 0 is gone: the listener knows, and says so
             return
+
+    def _ask(self, call: str, *args):
+        """A call of the store, which is process 0's: where that is frozen it would never come back."""
+        answer = self._asking.submit(getattr(compat.key_value_store(), call), *args)
+        while True:
+            try:
+                return answer.result(timeout=self._silent)
+            except TimeoutError:
+                _, what, since, _ = self._mark
+                if (ago := time.monotonic() - since) >= self._silent:
+                    told = f"process 0, the coordinator, shows no sign of life ({what} was {ago:.1f} s ago)"
+                    distributed.leave(f"{told}; {distributed.LAST_STAYS}", distributed.LOST)
 
 
 def judge(beats: dict[int, Beat], dead: set[int], patient: bool = False) -> tuple[set[int], str] | None:

@@ -61,9 +61,9 @@ def initial_state(run: RunConfig) -> states.TrainState:
 
 
 class Run:
-    """Model, state and step of `run` on its mesh over `devices`."""
+    """Model, state (unless another comes from elsewhere) and step of `run` on its mesh over `devices`."""
 
-    def __init__(self, run: RunConfig, devices=None):
+    def __init__(self, run: RunConfig, devices=None, state: bool = True):
         self.config, self.model = run, Transformer(run.model)
         self.mesh = sharding.make_mesh(run.mesh, devices)
         sharding.check(run, self.mesh)
@@ -74,7 +74,8 @@ class Run:
         self.step = make_train_step(
             self.model, self.optimizer, self.schedule, self.abstract, self.mesh, run.train.accumulation
         )
-        self.state = jax.tree.map(lambda x, a: jax.device_put(x, a.sharding), initial_state(run), self.abstract)
+        if state:
+            self.state = jax.tree.map(lambda x, a: jax.device_put(x, a.sharding), initial_state(run), self.abstract)
 
     def advance(self, count: int, *, ragged: bool = False, start: int = 0) -> list[dict[str, float]]:
         """Take `count` steps; their metrics."""
