@@ -7,9 +7,11 @@ which process 0 serves; `gva_jax.watch` uses it to notice who has stalled.
 
 import atexit
 import contextlib
+import ctypes
 import itertools
 import json
 import os
+import signal
 import socket
 import sys
 import threading
@@ -185,6 +187,19 @@ def _join(place: _Place, seconds: float) -> None:
         raise ConfigError(f"coordinator = {place.coordinator!r}: {right} ({error})") from error
     finally:
         deadline.cancel()
+    _delay_aborts()
+
+
+def _delay_aborts() -> None:
+    """When it finds that process 0 has died, JAX logs at length and aborts the process within milliseconds.
+
+    The listener then has no time to say what happened. So SIGABRT is handled by the C library's `sleep`, which is
+    called with the signal's number, 6: seconds in which the aborting thread waits, and others may end the process with
+    a line and a code. A handler of Python's would not do, because it runs in the main thread.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # a system without them: then it is JAX's end
+        libc = ctypes.CDLL(None)
+        libc.signal(signal.SIGABRT, libc.sleep)
 
 
 def _reach(address: str, deadline: float, limit: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from gva_jax import distributed
 
-distributed.start(sys.argv[1], 2, int(sys.argv[2]), 60)
+distributed.start(sys.argv[1], 2, int(sys.argv[2]), 200)
 
 import jax  # noqa: E402
 import tiny_run as tiny  # noqa: E402

@@ -13,7 +13,7 @@ from gva_jax import distributed
 from gva_jax.train.stopping import StopRequest
 
 command, *args = sys.argv[1:]
-distributed.start(None, None, None, 60)
+distributed.start(None, None, None, 200)
 index, count = distributed.compat.process_index_and_count()
 told = {"index": index, "count": count, "args": args, "folder": os.getcwd(), "cache": os.environ["GVA_JAX_CACHE"]}
 told["together"] = distributed.share(lambda: str(os.getpid()))

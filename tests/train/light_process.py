@@ -30,7 +30,7 @@ def march(seconds: float, steps: int, asleep_at: int | None = None) -> None:
 
 
 def act(_args) -> int:
-    distributed.start(address, 2, index, 60)
+    distributed.start(address, 2, index, 200)
     if deed == "sleep":
         march(4, 10_000, asleep_at=4)
     elif deed == "march":

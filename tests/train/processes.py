@@ -62,7 +62,7 @@ class Job:
     def out(self, index: int) -> str:
         return self._files[index][0].read_text()
 
-    def wait_for(self, text: str, index: int = 0, seconds: float = 120) -> None:
+    def wait_for(self, text: str, index: int = 0, seconds: float = 300) -> None:
         """Until process `index` has printed this."""
         deadline = time.monotonic() + seconds
         while text not in self.out(index):
@@ -74,7 +74,7 @@ class Job:
     def kill(self, index: int, signum: int = signal.SIGKILL) -> None:
         self.processes[index].send_signal(signum)
 
-    def end(self, *indices: int, seconds: float = 120) -> list[Ended]:
+    def end(self, *indices: int, seconds: float = 300) -> list[Ended]:
         """How these processes (all, unless named) end by themselves."""
         ended = []
         for i in indices or range(len(self.processes)):
