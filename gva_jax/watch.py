@@ -96,24 +96,26 @@ class Watch:
         others = [i for i in range(count) if i != index]
         name, number, waits = distributed.here(), 0, None
         try:
-            while not self._closed.wait(min(5, self._silent / 5)):
+            while True:
                 now, number = time.monotonic(), number + 1
                 reached, what, since, limit = self._mark
                 mine = Beat(name, reached, what, now - since, limit, number)
                 self._ask("key_value_set", f"{_BEATS}/{index}", json.dumps(asdict(mine)), True)
                 if mine.ago < self._silent and not self._error:
                     waits = None  # who makes progress need not look at the others
-                    continue
-                if waits is None:
-                    waits, seen = now, {}
-                for key, text in self._ask("key_value_dir_get", _BEATS):
-                    who, beat = int(key.rpartition("/")[2]), Beat(**json.loads(text))
-                    if who not in seen or seen[who][0].number != beat.number:
-                        seen[who] = beat, now
-                beats = {i: replace(beat, ago=beat.ago + now - when) for i, (beat, when) in seen.items()}
-                dead = {i for i in others if now - seen.get(i, (None, waits))[1] >= self._silent}
-                if verdict := judge(beats, dead, patient=self._error):
-                    distributed.end_all(verdict[1], distributed.LOST, everyone=True, without=verdict[0])
+                else:
+                    if waits is None:
+                        waits, seen = now, {}
+                    for key, text in self._ask("key_value_dir_get", _BEATS):
+                        who, beat = int(key.rpartition("/")[2]), Beat(**json.loads(text))
+                        if who not in seen or seen[who][0].number != beat.number:
+                            seen[who] = beat, now
+                    beats = {i: replace(beat, ago=beat.ago + now - when) for i, (beat, when) in seen.items()}
+                    dead = {i for i in others if now - seen.get(i, (None, waits))[1] >= self._silent}
+                    if verdict := judge(beats, dead, patient=self._error or len(beats) < count):
+                        distributed.end_all(verdict[1], distributed.LOST, everyone=True, without=verdict[0])
+                if self._closed.wait(min(5, self._silent / 5)):
+                    return
         except RuntimeError:  # process 0 is gone: the listener knows, and says so
             return
 
@@ -139,7 +141,7 @@ def judge(beats: dict[int, Beat], dead: set[int], patient: bool = False) -> tupl
         patient: name no others.
     """
     if dead:
-        told = {i: f"{_name(beats, i)} shows no sign of life{_last(beats, i)}" for i in dead}
+        told = {i: f"{_name(beats, i)} shows no sign of life{_last(beats, i, 'at least ')}" for i in dead}
     elif patient or any(beat.ago <= beat.limit for beat in beats.values()):
         return None
     else:
@@ -158,6 +160,6 @@ def _name(beats: dict[int, Beat], index: int) -> str:
     return beats[index].name if index in beats else f"process {index}"
 
 
-def _last(beats: dict[int, Beat], index: int) -> str:
+def _last(beats: dict[int, Beat], index: int, bound: str = "") -> str:
     beat = beats.get(index)
-    return f" (last: {beat.what}, {beat.ago:.1f} s ago)" if beat else " (it has never shown any)"
+    return f" (last: {beat.what}, {bound}{beat.ago:.1f} s ago)" if beat else " (it has never shown any)"
