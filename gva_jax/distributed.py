@@ -339,7 +339,7 @@ def end_all(message: str, code: int, *, everyone: bool = False, without: Iterabl
     except RuntimeError:  # another was first, or process 0 is gone
         with contextlib.suppress(RuntimeError):
             before = json.loads(store.key_value_try_get(_FAILED))["message"]
-    if before != message:
+    if everyone or before != message:
         _tell(message)
     _part(store, index, set(range(count)) - {index, *without}, code)
 

@@ -1,6 +1,6 @@
 """Stands for `gva` in tests of launch files: joins the others as `gva train` does, and trains nothing.
 
-launched_process.py train CONFIG [--until-stopped] [--fail-at RESTART CODE]
+launched_process.py train CONFIG [--until-stopped]
 """
 
 import json
@@ -19,14 +19,11 @@ told = {"index": index, "count": count, "args": args, "folder": os.getcwd(), "ca
 told["together"] = distributed.share(lambda: str(os.getpid()))
 code = 0
 with StopRequest() as stop:
-    started = Path(f"started{index}")
-    started.write_text(f"{started.read_text() if started.exists() else ''}x")
+    Path(f"started{index}").touch()
     while "--until-stopped" in args and stop.signum is None:
         time.sleep(0.05)
     if stop.signum is not None:
         code = 128 + stop.signum
-if "--fail" in args and len(started.read_text()) == 1:
-    code = int(args[args.index("--fail") + 1])
 print(json.dumps(told | {"code": code}), flush=True)
 distributed.finish()
 sys.exit(code)

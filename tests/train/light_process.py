@@ -45,23 +45,13 @@ def act(_args) -> int:
         assert jnp.ones(3).sum() == 3
         folder = Path(more[0])
         print(distributed.first_then_all(lambda: "saw" if folder.exists() else folder.mkdir() or "made", folder))
+        raise ConfigError("name = 'x': is not right")
     elif deed == "apart":  # as if each had a disk of its own
         distributed.SHARED_WITHIN = 0.5
         folder = Path(more[0]) / str(index)
         distributed.share = lambda make: str(folder / "mark") if index else (make(), "")[1]
         folder.mkdir()
         distributed.check_shared(folder)
-    elif deed == "mistake":
-        if index == 1:
-            raise ConfigError("name = 'x': is not right")
-        distributed.wait_for_all()
-    elif deed == "same mistake":
-        distributed.wait_for_all()
-        raise ConfigError("name = 'x': is not right")
-    elif deed == "fault":
-        if index == 0:
-            raise ZeroDivisionError("a fault of ours")
-        distributed.wait_for_all()
     distributed.finish()
     return 0
 

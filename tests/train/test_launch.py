@@ -82,32 +82,38 @@ def port() -> str:
         return str(free.getsockname()[1])
 
 
-def test_ssh_starts_one_process_a_machine(place):
-    command = (LAUNCH / "ssh.sh", "localhost,other", "my config", "--name", "a 'b' $c")
-    code, told, rest = launched(place, *command, PORT=port())
-    assert code == 0 and rest == "", rest
-    assert [(t["index"], t["count"]) for t in told] == [(0, 2), (1, 2)]
+def test_ssh_starts_one_process_a_machine_and_stops_all_when_it_is_stopped(place):
+    command = (LAUNCH / "ssh.sh", "localhost,other", "my config", "--until-stopped", "--name", "a 'b' $c")
+    terminate = lambda process: process.send_signal(signal.SIGTERM)
+    code, told, rest = launched(place, *command, PORT=port(), stop=terminate)
+    assert code == 143 and rest == "", rest
+    assert [(t["index"], t["count"], t["code"]) for t in told] == [(0, 2, 143), (1, 2, 143)]
     assert told[0]["together"] == told[1]["together"]
     for t in told:
-        assert t["args"] == ["my config", "--name", "a 'b' $c"]
+        assert t["args"] == ["my config", "--until-stopped", "--name", "a 'b' $c"]
         assert t["folder"] == str(place[0]) and t["cache"] == str(place[0] / "cache")
     assert sorted((place[0] / "ssh_hosts").read_text().split()) == ["localhost", "other"]
 
 
-def test_ssh_stops_all_when_it_is_stopped(place):
-    code, told, _ = launched(
-        place, LAUNCH / "ssh.sh", "localhost,other", "config", "--until-stopped", PORT=port(),
-        stop=lambda process: process.send_signal(signal.SIGTERM),
-    )  # fmt: skip
-    assert code == 143 and [t["code"] for t in told] == [143, 143]
+# In place of `gva`: counts its starts, and fails with $CODE in the first $FAILURES of them.
+FAILING = """#!/bin/sh
+echo x >> "starts$GVA_JAX_PROCESS_ID"
+[ "$(wc -l < "starts$GVA_JAX_PROCESS_ID")" -gt "$FAILURES" ] || exit "$CODE"
+"""
 
 
-@pytest.mark.parametrize(("fails", "starts"), [("70", 2), ("2", 1)])
-def test_ssh_starts_again_but_for_a_mistake(place, fails, starts):
-    code, _, rest = launched(place, LAUNCH / "ssh.sh", "localhost,other", "config", "--fail", fails, PORT=port())
-    assert (place[0] / "started0").read_text() == (place[0] / "started1").read_text() == "x" * starts
-    assert code == (0 if starts == 2 else 2)
-    assert ("ended with 70; started again" in rest) == (starts == 2)
+@pytest.mark.parametrize(
+    ("fails", "times", "starts", "code"), [("70", 1, 2, 0), ("134", 9, 4, 134), ("2", 9, 1, 2)]
+)  # fmt: skip
+def test_ssh_starts_all_again_some_times_but_for_a_mistake(place, fails, times, starts, code):
+    folder, _ = place
+    (folder / "gva").write_text(FAILING)
+    (folder / "gva").chmod(0o755)
+    command = (LAUNCH / "ssh.sh", "localhost,other", "config")
+    found, _, rest = launched(place, *command, GVA=str(folder / "gva"), CODE=fails, FAILURES=str(times))
+    assert found == code, rest
+    assert (folder / "starts0").read_text() == (folder / "starts1").read_text() == "x\n" * starts
+    assert rest.count(f"ended with {fails}; started again") == starts - 1
 
 
 def slurm_job() -> dict[str, str]:
