@@ -49,7 +49,7 @@ def act(_args) -> int:
     elif deed == "apart":  # as if each had a disk of its own
         distributed.SHARED_WITHIN = 0.5
         folder = Path(more[0]) / str(index)
-        distributed.share = lambda make: str(folder / "mark") if index else (make(), "")[1]
+        distributed.share = lambda make: str(folder / "mark") if index else make()
         folder.mkdir()
         distributed.check_shared(folder)
     distributed.finish()
