@@ -7,6 +7,7 @@ line, exit code 1.
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 
 from gva_jax import __version__
@@ -30,18 +31,34 @@ def main(argv: list[str] | None = None) -> int:
     except (RunError, FloatingPointError) as error:  # or a loss or weights that are not finite: the message says where
         return _refuse(str(error), code=1)
     except KeyboardInterrupt as stop:
-        print("interrupted", file=sys.stderr, flush=True)
         code = 128 + getattr(stop, "signum", signal.SIGINT)
+        _end_others("interrupted", code)
+        print("interrupted", file=sys.stderr, flush=True)
         if getattr(stop, "at_once", False):
             os._exit(code)  # Python itself would wait for threads that write
         return code
     except SystemExit as stop:  # how the parser ends when it has printed help
         return int(stop.code or 0)
+    except Exception as error:
+        _end_others(error, 1)
+        raise
 
 
 def _refuse(message: str, code: int = 2) -> int:
+    _end_others(message, code)
     print("error:", " ".join(message.split("\n")), file=sys.stderr)
     return code
+
+
+def _end_others(reason: str | Exception, code: int) -> None:
+    """Where this is one of several processes, end all: the others would wait for it. Then it does not return."""
+    distributed = sys.modules.get("gva_jax.distributed")
+    if distributed is None or not distributed.many():
+        return
+    if isinstance(reason, Exception):  # a fault
+        traceback.print_exc()
+        reason = f"{type(reason).__name__}: {reason}"
+    distributed.end_all(reason, code)
 
 
 def _run(argv: list[str]) -> int:
@@ -79,19 +96,29 @@ def train(args: list[str]) -> int:
     too, where it is installed) and how it was launched. A run that a signal stops saves a
     checkpoint and exits with 128 + the signal; the same command continues it. Prepared corpora and compiled programs
     (JAX's persistent compilation cache, on by default) are kept in {cache}; GVA_JAX_CACHE names another folder.
+
+    Started many times, by SLURM, on a TPU pod, in a Kubernetes job or with --coordinator, the processes train one model
+    together. If one of them is lost or stalls, all exit with 70.
     """
     from gva_jax.options import TrainOptions, parse_with_config
 
     options = parse_with_config(TrainOptions, args, "gva train", _description(train))
     config = options.config
-    from gva_jax import runtime
+    from gva_jax import distributed, runtime
     from gva_jax.display import Display
     from gva_jax.train import loop, report
 
-    display = Display()
+    try:
+        distributed.start(
+            options.coordinator, options.num_processes, options.process_id, options.connect_seconds
+        )  # fmt: skip
+    except distributed.LostProcess as error:
+        return _refuse(str(error), distributed.LOST)
+    display = Display(quiet=not distributed.first())
     runtime.start(display)
     result = loop.train(config, display, profile=options.profile)
     report.show(config, result, display)
+    distributed.finish()
     return 0 if result.stopped_by is None else 128 + result.stopped_by
 
 

@@ -61,3 +61,36 @@ def compute_capability() -> tuple[int, int] | None:
 def wide_dtype(*dtypes):
     """The dtype sums are kept in: float64 if any operand is float64, else float32."""
     return jax.numpy.float64 if jax.numpy.float64 in dtypes else jax.numpy.float32
+
+
+def key_value_store():
+    """The client of the store that the processes of `jax.distributed` share. None where there is one process."""
+    from jax._src import distributed  # not public; the few calls that are used of it are the same in all versions
+
+    return distributed.global_state.client
+
+
+def process_index_and_count() -> tuple[int, int]:
+    """Of `jax.distributed`, without touching a device; (0, 1) where there is one process."""
+    from jax._src import distributed
+
+    state = distributed.global_state
+    return (0, 1) if state.client is None else (state.process_id, state.num_processes)
+
+
+def detect_cluster(count: int | None, method: str | None, seconds: int) -> tuple:
+    """What JAX finds out about the processes around this one: (coordinator, count, index, local device ids).
+
+    `method` is JAX's name of the kind of cluster, None for any. Each may be None. It raises whatever the kind of
+    cluster raises: RuntimeError, KeyError, and an HTTP library's.
+    """
+    from jax._src.clusters import ClusterEnv
+
+    return ClusterEnv.auto_detect_unset_distributed_params(None, count, None, None, method, seconds)
+
+
+def has_tpu_chips() -> bool:
+    """Whether this machine has TPU chips on its bus, whatever JAX is told to run on."""
+    from jax._src import cloud_tpu_init
+
+    return bool(cloud_tpu_init.running_in_cloud_tpu_vm)

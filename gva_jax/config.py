@@ -287,6 +287,9 @@ class TrainConfig:
     keep_best: int = 0
     # Steps in a row that may be skipped, because loss or gradients are not finite, or spike; one more ends the run.
     max_skips: int = 10
+    # With several processes: end all when one has not reached the next step (evaluation batch, save) for so many
+    # seconds, and name it. The first step, which is compiled, may take 6 times as long. 0: wait for ever.
+    stall_seconds: float = 600
 
     def __post_init__(self):
         for name in ("steps", "accumulation", "log_every", "keep"):
@@ -300,6 +303,7 @@ class TrainConfig:
         right = f"needs train.checkpoint_every = {saved} to be a multiple of train.eval_every = {measured}"
         met = not self.keep_best or (saved and measured and saved % measured == 0)
         require(met, "train.keep_best", self.keep_best, right)
+        require(self.stall_seconds >= 0, "train.stall_seconds", self.stall_seconds, "must not be negative (0: off)")
 
 
 @dataclass(frozen=True)

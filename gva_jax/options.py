@@ -25,6 +25,17 @@ class TrainOptions:
     config: _Config
     # Trace a few steps that do not compile, for xprof, into the run's folder.
     profile: _Flag = False
+    # Where process 0 of several runs, HOST:PORT, the same in all. None: $GVA_JAX_COORDINATOR, or what the cluster says.
+    coordinator: str | None = None
+    # How many processes there are. None: $GVA_JAX_NUM_PROCESSES, or what the cluster says.
+    num_processes: int | None = None
+    # Which of them this is, 0, 1, ... None: $GVA_JAX_PROCESS_ID, or what the cluster says.
+    process_id: int | None = None
+    # Wait so many seconds for the coordinator and the other processes.
+    connect_seconds: float = 300
+
+    def __post_init__(self):
+        require(self.connect_seconds > 0, "connect_seconds", self.connect_seconds, "must be above 0")
 
 
 @dataclass(frozen=True)

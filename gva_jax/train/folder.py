@@ -18,7 +18,8 @@ from gva_jax.data.tokenizer import Tokenizer
 
 # What may change between the parts of one run: where things lie, what computes, how often one looks, what is sampled.
 FREE_FIELDS = ("runs", "sample.", "mesh.", "model.attention.training_implementation", "data.directory",
-               "train.log_every", "train.eval_", "train.checkpoint_every", "train.keep", "train.max_skips")  # fmt: skip
+               "train.log_every", "train.eval_", "train.checkpoint_every", "train.keep", "train.max_skips",
+               "train.stall_seconds")  # fmt: skip
 
 
 class RunFolder:

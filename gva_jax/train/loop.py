@@ -5,11 +5,10 @@ from pathlib import Path
 
 import jax
 
-from gva_jax import sharding
+from gva_jax import distributed, sharding
 from gva_jax.config import ConfigError, RunConfig
 from gva_jax.data.corpus import Corpus
 from gva_jax.data.loader import evaluation_batches, train_iterator
-from gva_jax.data.prepare import prepare
 from gva_jax.display import Display
 from gva_jax.model import Transformer
 from gva_jax.train import optimizer as optimizers
@@ -23,7 +22,9 @@ from gva_jax.train.metrics import Meter, Work
 from gva_jax.train.profile import Profiler
 from gva_jax.train.step import check_attention, make_eval_step, make_train_step, put
 from gva_jax.train.stopping import StopRequest
+from gva_jax.train.text import corpus_for_all
 from gva_jax.train.writers import Log
+from gva_jax.watch import Watch
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,12 @@ def train(config: RunConfig, display: Display | None = None, profile: bool = Fal
       Interrupted: a signal came before the run had begun, or a second one after that.
       FloatingPointError: more than `train.max_skips` steps in a row had to be skipped.
     """
-    with StopRequest() as stop:
-        return _train(config, display or Display(), stop, profile)
+    display = display or Display(quiet=not distributed.first())
+    with Watch(config.train.stall_seconds) as watch, StopRequest() as stop:
+        return _train(config, display, watch, stop, profile)
 
 
-def _train(config: RunConfig, display: Display, stop: StopRequest, profile: bool) -> Report:
+def _train(config: RunConfig, display: Display, watch: Watch, stop: StopRequest, profile: bool) -> Report:
     if "float64" in (config.model.dtype, config.model.param_dtype) and not jax.config.jax_enable_x64:
         raise ConfigError("model.dtype, model.param_dtype = 'float64': need the environment variable JAX_ENABLE_X64=1")
     model = Transformer(config.model)
@@ -67,19 +69,20 @@ def _train(config: RunConfig, display: Display, stop: StopRequest, profile: bool
         check_attention(model, abstract, shape, mesh)
     share = sharding.share(mesh, jax.process_index())
     processes = {"process_index": share.index, "process_count": share.count}
-    corpus = prepare(config.data, config.model.vocab_size, display)
+    corpus = corpus_for_all(config, display)
     iterator = train_iterator(corpus, config.data, **processes)
 
     train_step = make_train_step(model, optimizer, schedule, abstract, mesh, config.train.accumulation)
     eval_step = make_eval_step(model, abstract, mesh, corpus.tokenizer.token_bytes())
 
     def measure(params, split: str, most: int = 0) -> Evaluation | None:
-        batches = evaluation_batches(corpus, split, config.data, **processes)
+        batches = watch.each(f"batch of {split},", evaluation_batches(corpus, split, config.data, **processes))
         return evaluate(eval_step, params, batches, mesh, most, stop.requested)
 
-    stop.defer()
-    folder = RunFolder(config, corpus.hash, corpus.tokenizer)
+    stop.defer(mesh)
+    folder = distributed.first_then_all(lambda: RunFolder(config, corpus.hash, corpus.tokenizer), config.folder)
     checkpoints = Checkpoints(folder.path, config.train)
+    watch.reach("start at step", checkpoints.latest or 0)
     if checkpoints.latest is None:
         state, step = states.create(model, optimizer, config.train.seed, mesh), 0
     else:
@@ -110,26 +113,33 @@ def _train(config: RunConfig, display: Display, stop: StopRequest, profile: bool
                 display.say(f"step {step:,}: development {found}")
             return found
 
+        def save() -> None:
+            watch.reach("save of step", step)
+            with meter.paused():  # reports first: what a checkpoint holds has been logged
+                checkpoints.save(state, iterator, development and development.loss)
+
         if step and due(options.eval_every) and not log.has(step, "development_loss"):
             development = develop()  # a signal broke this one off
         while step < options.steps and not stop.requested():
             with profiler.round(step + 1):
                 # 1. Draw and dispatch: the device works while the rest of this round runs.
-                state, metrics = train_step(state, put(next(iterator), mesh))
+                batch = put(next(iterator), mesh)
                 step += 1
+                watch.reach("step", step)
+                state, metrics = train_step(state, batch)
+                stop.dispatched()
                 # 2. Report the step before: never wait for the one that is running.
                 meter.dispatched(step, metrics)
             # 3. Evaluate and save; only then is the next batch drawn, so a checkpoint holds exactly what was trained.
             checkpoints.check()
             development = develop() if due(options.eval_every) else None
             if due(options.checkpoint_every) and not stop.requested():
-                with meter.paused():  # reports first: what a checkpoint holds has been logged
-                    checkpoints.save(state, iterator, development and development.loss)
+                save()
         meter.flush()
         if stop.requested():
             display.say(f"stopping at step {step:,}; a second signal ends at once")
         if step:
-            checkpoints.save(state, iterator, development and development.loss)
+            save()
         checkpoints.wait()
 
     iterator.close()

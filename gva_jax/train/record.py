@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
-from gva_jax import __version__
+from gva_jax import __version__, distributed
 from gva_jax.train.writers import append
 
 PACKAGES = (
@@ -22,7 +22,7 @@ PACKAGES = (
 
 def launch(folder: Path, step: int, mesh: Mesh) -> None:
     """Record this launch, which starts at `step`, in process 0."""
-    if jax.process_index() == 0:
+    if distributed.first():
         append(folder / "launches.jsonl", facts(step, mesh))
 
 

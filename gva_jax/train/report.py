@@ -5,7 +5,7 @@ import os
 from rich.table import Table
 from rich.text import Text
 
-from gva_jax import info
+from gva_jax import distributed, info
 from gva_jax.config import RunConfig, shipped
 from gva_jax.decoding import generate, token_lists
 from gva_jax.display import Display
@@ -58,7 +58,12 @@ def cache_costs(config: RunConfig) -> Table:
 
 
 def samples(config: RunConfig, report: Report) -> list[tuple[str, str]]:
-    """Each prompt of the config (an empty one, if it has none) with the text that follows."""
+    """Each prompt of the config (an empty one, if it has none) with the text that follows.
+
+    None where the weights lie with several processes: `gva generate` reads them from the checkpoint.
+    """
+    if distributed.many():
+        return []
     tokenizer, sample = report.corpus.tokenizer, config.sample
     prompts = sample.prompts or ("",)
     new = generate(

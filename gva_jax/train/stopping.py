@@ -1,8 +1,16 @@
-"""A polite end: SIGINT and SIGTERM finish the running step and save; a second one ends at once."""
+"""A polite end: SIGINT and SIGTERM finish the running step and save; a second one ends at once.
+
+With several processes a signal may reach one of them, or all at different steps, and all must stop after the same one.
+So each brings its signal to a collective at every step, which is read one step later: see `distributed.Largest`.
+"""
 
 import signal
 import threading
 import time
+
+from jax.sharding import Mesh
+
+from gva_jax import distributed
 
 # Launchers deliver a signal to a process and to its group: what comes within so many seconds is the same request.
 _SAME = 1.0
@@ -29,7 +37,9 @@ class StopRequest:
 
     def __init__(self):
         self.signum: int | None = None
-        self._deferred, self._asked_at = False, 0.0
+        self._asked: int | None = None
+        self._asked_at, self._deferred = 0.0, False
+        self._largest = self._votes = None
         self._previous = {}
 
     def __enter__(self):
@@ -41,18 +51,28 @@ class StopRequest:
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
 
-    def defer(self) -> None:
-        """From here on a signal waits until it is asked for."""
+    def defer(self, mesh: Mesh) -> None:
+        """From here on a signal waits until it is asked for, and the processes of `mesh` agree on it."""
         self._deferred = True
+        if distributed.many():
+            self._largest = distributed.Largest(mesh)
 
     def requested(self) -> bool:
         """Whether to stop; to be asked between steps and between batches of an evaluation."""
         return self.signum is not None
 
+    def dispatched(self) -> None:
+        """A step has been dispatched; with several processes, `signum` is now what they had heard at the one before."""
+        if self._largest is not None:
+            before, self._votes = self._votes, self._largest(self._asked or 0)
+            self.signum = self.signum or (None if before is None else int(before) or None)
+
     def _ask(self, signum, _frame):
         if not self._deferred:
             raise Interrupted(signum, at_once=False)
-        if self.signum is None:
-            self.signum, self._asked_at = int(signum), time.monotonic()
+        if self._asked is None:
+            self._asked, self._asked_at = int(signum), time.monotonic()
+            if self._largest is None:
+                self.signum = self._asked
         elif time.monotonic() - self._asked_at > _SAME:
             raise Interrupted(signum, at_once=True)

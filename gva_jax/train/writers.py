@@ -17,9 +17,8 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-import jax
-
 from gva_jax import config as configs
+from gva_jax import distributed
 from gva_jax.config import RunConfig, RunError
 from gva_jax.data import needs_extra
 
@@ -41,7 +40,7 @@ class Log:
     def __init__(self, config: RunConfig, step: int, say: Callable[[str], None]):
         """`step` is where this launch starts: what was logged after it will be logged again."""
         self._lines = self._places = None
-        if jax.process_index() == 0:
+        if distributed.first():
             self._lines = JsonLines(config.folder / "metrics.jsonl", step)
             self._places = [TensorBoard(config.folder / "tensorboard", step), WeightsAndBiases(config, say)]
 
@@ -53,8 +52,8 @@ class Log:
             place.write(step, {tag(name): value for name, value in figures.items()})
 
     def has(self, step: int, name: str) -> bool:
-        """Whether the figure `name` of this step stands there already."""
-        return self._lines is not None and (step, name) in self._lines.known
+        """Whether the figure `name` of this step stands there already; the same in all processes, which all ask."""
+        return distributed.share(lambda: str((step, name) in self._lines.known)) == str(True)
 
     def close(self) -> None:
         for place in self._places or ():

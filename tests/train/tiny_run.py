@@ -61,9 +61,9 @@ def initial_state(run: RunConfig) -> states.TrainState:
 
 
 class Run:
-    """Model, state and step of `run` on its mesh over `devices`, from `state` or the run's own initial one."""
+    """Model, state and step of `run` on its mesh over `devices`, from `state` or (True) the run's own initial one."""
 
-    def __init__(self, run: RunConfig, devices=None, state: states.TrainState | None = None):
+    def __init__(self, run: RunConfig, devices=None, state: states.TrainState | bool = True):
         self.config, self.model = run, Transformer(run.model)
         self.mesh = sharding.make_mesh(run.mesh, devices)
         sharding.check(run, self.mesh)
@@ -74,8 +74,9 @@ class Run:
         self.step = make_train_step(
             self.model, self.optimizer, self.schedule, self.abstract, self.mesh, run.train.accumulation
         )
-        state = initial_state(run) if state is None else state
-        self.state = jax.tree.map(lambda x, a: jax.device_put(x, a.sharding), state, self.abstract)
+        if state:
+            state = initial_state(run) if state is True else state
+            self.state = jax.tree.map(lambda x, a: jax.device_put(x, a.sharding), state, self.abstract)
 
     def advance(self, count: int, *, ragged: bool = False, start: int = 0) -> list[dict[str, float]]:
         """Take `count` steps; their metrics."""
@@ -86,7 +87,7 @@ class Run:
         return metrics
 
 
-def one_device(run: RunConfig, state: states.TrainState | None = None) -> Run:
+def one_device(run: RunConfig, state: states.TrainState | bool = True) -> Run:
     return Run(replace(run, mesh=MeshConfig()), jax.devices()[:1], state)
 
 
