@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 from gva_jax.attention.base import Attention
 from gva_jax.attention.dispatch import cached_attention, training_attention
 from gva_jax.attention.layers import Projection, RMSNorm, apply_rope, check_tokens, default_positions, normal
+from gva_jax.attention.outputs import first_tokens
 from gva_jax.cache import Cache, init_cache
 from gva_jax.config import check_heads, check_rope_dim, check_training_implementation, check_transforms, require
 
@@ -107,7 +108,7 @@ class LatentAttention(Attention):
             q, k = jnp.concatenate([q, q_rope], axis=-1), jnp.concatenate([k, shared], axis=-1)
         how = dict(scale=self.head_dim**-0.5, implementation=self._training())
         y = training_attention(q, k, v, segment_ids=segment_ids, **how)
-        return self._output(y, x, v)
+        return self._output(y, x, v, first_tokens(x, segment_ids))
 
     def init_cache(
         self, batch: int, max_length: int, dtype=jnp.bfloat16, layout: str | None = None, **pages
@@ -127,11 +128,9 @@ class LatentAttention(Attention):
             jnp.einsum("BTHn,cHn->BTHc", q, key_map), cache, q_rope=q_rope, new=lengths,
             scale=self.head_dim**-0.5, implementation=self.implementation,
         )  # fmt: skip
-        make = lambda z: jnp.einsum("BTHc,cHd->BTHd", z, value_map)
-        v = None
-        if self.output_transform == "xsa":  # made as the output is: the same bits where a token sees only itself
-            v = make(jnp.broadcast_to(cache.stored(z[:, :, None]), y.shape))
-        return self._output(make(y), x, v), cache
+        y = jnp.einsum("BTHc,cHd->BTHd", y, value_map)
+        v = jnp.einsum("BTc,cHd->BTHd", z, value_map) if self.output_transform == "xsa" else None
+        return self._output(y, x, v, positions == 0), cache
 
     def cache_size(self) -> int:
         """Scalars per token."""
