@@ -4,7 +4,7 @@ import math
 
 import flax.linen as nn
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from gva_jax.attention.layers import STD, Projection, RMSNorm
 from gva_jax.attention.outputs import OUTPUT_TRANSFORMS
@@ -69,11 +69,15 @@ class Attention(nn.Module, kw_only=True):
 
     @nn.compact
     def _output(
-        self, y: Float[Array, "B T H w"], x: Float[Array, "B T D"], v: Float[Array, "B T G w"] | None
+        self,
+        y: Float[Array, "B T H w"],
+        x: Float[Array, "B T D"],
+        v: Float[Array, "B T G w"] | None,
+        first: Bool[Array, "B T"],
     ) -> Float[Array, "B T D"]:
-        """Of the heads' outputs; `x` and `v` are the tokens' own inputs and cached values (only XSA reads these)."""
+        """Of the heads' outputs; `x` are the layer's inputs. Only XSA reads the own values `v` and who is `first`."""
         kw = dict(dtype=self.dtype, param_dtype=self.param_dtype)
-        y = OUTPUT_TRANSFORMS[self.output_transform](name="output_transform", **kw)(x, y, v)
+        y = OUTPUT_TRANSFORMS[self.output_transform](name="output_transform", **kw)(x, y, v, first)
         y = y.reshape(*y.shape[:2], -1)
         return Projection((x.shape[-1],), name="output", **kw)(y)
 

@@ -33,6 +33,7 @@ from gva_jax.attention.layers import (
     normal,
     scale_matched,
 )
+from gva_jax.attention.outputs import first_tokens
 from gva_jax.attention.rebuilt import attend_rebuilt
 from gva_jax.cache import Cache, init_cache
 from gva_jax.config import check_heads, check_rope_dim, check_training_implementation, check_transforms, require
@@ -150,7 +151,7 @@ class GroupedValueAttention(Attention):
         else:
             tokens = (v,) if rotation is None else (v, rotation)
             y = attention_from(joined(q, q_rope), tokens, self._keys_and_values, (key_map,), **how)
-        return self._output(y, x, v)
+        return self._output(y, x, v, first_tokens(x, segment_ids))
 
     def init_cache(self, batch: int, max_length: int, dtype=jnp.bfloat16, layout: str | None = None, **pages) -> Cache:
         """An empty cache; needs no parameters. See `gva_jax.cache.init_cache`, eight-bit dtypes and pages included."""
@@ -177,7 +178,7 @@ class GroupedValueAttention(Attention):
                 absorb(q, key_map), cache, q_rope=q_rope, new=lengths, scale=self._scale,
                 implementation=self.implementation,
             )  # fmt: skip
-        return self._output(y, x, cache.stored(v)), cache
+        return self._output(y, x, v, positions == 0), cache
 
     def cache_size(self) -> int:
         """Scalars per token."""

@@ -23,6 +23,7 @@ from gva_jax.attention.base import Attention
 from gva_jax.attention.depth import Mix, unmixed
 from gva_jax.attention.dispatch import attention_from, cached_attention
 from gva_jax.attention.layers import Projection, apply_rope, check_tokens, default_positions, joined
+from gva_jax.attention.outputs import first_tokens
 from gva_jax.attention.rebuilt import attend_rebuilt
 from gva_jax.cache import Cache, init_cache
 from gva_jax.config import check_heads, check_rope_dim, check_training_implementation, check_transforms
@@ -130,7 +131,7 @@ class KeyIsValueAttention(Attention):
         tokens = (v,) if rotation is None else (v, rotation)
         how = dict(segment_ids=segment_ids, scale=self.head_dim**-0.5, implementation=self._training())
         y = attention_from(q, tokens, self._keys_and_values, **how)
-        return self._output(y, x, v)
+        return self._output(y, x, v, first_tokens(x, segment_ids))
 
     def init_cache(self, batch: int, max_length: int, dtype=jnp.bfloat16, layout: str | None = None, **pages) -> Cache:
         """An empty cache; needs no parameters. See `gva_jax.cache.init_cache`, eight-bit dtypes and pages included."""
@@ -153,7 +154,7 @@ class KeyIsValueAttention(Attention):
         else:
             q = jnp.pad(q, [(0, 0)] * 3 + [(0, self.value_width - self._content)])  # meets whole values
             y = cached_attention(q, cache, q_rope=q_rope, **how)
-        return self._output(y, x, cache.stored(v)), cache
+        return self._output(y, x, v, positions == 0), cache
 
     def cache_size(self) -> int:
         """Scalars per token."""

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 from gva_jax.attention.base import Attention
 from gva_jax.attention.dispatch import attention_from, cached_attention
 from gva_jax.attention.layers import Projection, RMSNorm, apply_rope, check_tokens, default_positions, joined, normal
+from gva_jax.attention.outputs import first_tokens
 from gva_jax.cache import Cache, init_cache
 from gva_jax.config import check_heads, check_rope_dim, check_training_implementation, check_transforms, require
 
@@ -105,7 +106,7 @@ class LatentAttention(Attention):
         how = dict(segment_ids=segment_ids, scale=self.head_dim**-0.5, implementation=self._training())
         y = attention_from(q, tokens, _keys_and_values, (key_map, value_map), **how)
         own = jnp.einsum("BTc,cHd->BTHd", z, value_map) if self.output_transform == "xsa" else None
-        return self._output(y, x, own)
+        return self._output(y, x, own, first_tokens(x, segment_ids))
 
     def init_cache(
         self, batch: int, max_length: int, dtype=jnp.bfloat16, layout: str | None = None, **pages
@@ -125,11 +126,9 @@ class LatentAttention(Attention):
             jnp.einsum("BTHn,cHn->BTHc", q, key_map), cache, q_rope=q_rope, new=lengths,
             scale=self.head_dim**-0.5, implementation=self.implementation,
         )  # fmt: skip
-        make = lambda z: jnp.einsum("BTHc,cHd->BTHd", z, value_map)
-        v = None
-        if self.output_transform == "xsa":  # made as the output is: the same bits where a token sees only itself
-            v = make(jnp.broadcast_to(cache.stored(z[:, :, None]), y.shape))
-        return self._output(make(y), x, v), cache
+        y = jnp.einsum("BTHc,cHd->BTHd", y, value_map)
+        v = jnp.einsum("BTc,cHd->BTHd", z, value_map) if self.output_transform == "xsa" else None
+        return self._output(y, x, v, positions == 0), cache
 
     def cache_size(self) -> int:
         """Scalars per token."""

@@ -15,6 +15,7 @@ from gva_jax.attention.base import Attention
 from gva_jax.attention.depth import Mix, unmixed
 from gva_jax.attention.dispatch import cached_attention, training_attention
 from gva_jax.attention.layers import Projection, RMSNorm, apply_rope, check_tokens, default_positions
+from gva_jax.attention.outputs import first_tokens
 from gva_jax.cache import Cache, init_cache
 from gva_jax.config import check_heads, check_rope_dim, check_training_implementation, check_transforms
 
@@ -90,7 +91,7 @@ class MultiHeadAttention(Attention):
         v = mix(q, lambda: k, v)
         how = dict(scale=self.head_dim**-0.5, implementation=self._training())
         y = training_attention(q, k, v, segment_ids=segment_ids, **how)
-        return self._output(y, x, v)
+        return self._output(y, x, v, first_tokens(x, segment_ids))
 
     def init_cache(
         self, batch: int, max_length: int, dtype=jnp.bfloat16, layout: str | None = None, **pages
@@ -108,7 +109,7 @@ class MultiHeadAttention(Attention):
         cache = cache.append(lengths, v, keys=k)
         scale = self.head_dim**-0.5
         y = cached_attention(q, cache, new=lengths, scale=scale, implementation=self.implementation)
-        return self._output(y, x, cache.stored(v)), cache
+        return self._output(y, x, v, positions == 0), cache
 
     def cache_size(self) -> int:
         """Scalars per token."""

@@ -6,15 +6,16 @@
     xsa               y - (y·v̂) v̂,     v̂ the token's own value, normalised
 
 XSA (exclusive self-attention) has no parameters. In decoding it needs the token's own value, which is at hand where it
-is appended. A token that sees only itself, the first of a document, has y = v, and what is left of it is 0: exactly 0
-here, not a rounding error, because such a token's coefficient is set to 1. Its gradients are then exactly 0 too.
+is appended. A token that sees only itself, the first of a document, has y = v, and nothing is left of it. That is set
+to exactly 0, and so are its gradients: what rounding leaves of y - v would be noise, and in bfloat16 or behind an
+eight-bit cache not a small one. The first tokens are known, so this does not depend on how y was computed.
 
 Letters: B batch, T tokens, D model width, H query heads, G groups, w width of a value and of an output.
 """
 
 import flax.linen as nn
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from gva_jax.attention.layers import Projection
 from gva_jax.compat import wide_dtype
@@ -27,9 +28,13 @@ class OutputTransform(nn.Module):
     param_dtype: jnp.dtype = jnp.float32
 
     def __call__(
-        self, x: Float[Array, "B T D"], y: Float[Array, "B T H w"], v: Float[Array, "B T G w"] | None
+        self,
+        x: Float[Array, "B T D"],
+        y: Float[Array, "B T H w"],
+        v: Float[Array, "B T G w"] | None,
+        first: Bool[Array, "B T"],
     ) -> Float[Array, "B T H w"]:
-        """From a layer's inputs, outputs of heads and the tokens' own values, as they are cached."""
+        """From a layer's inputs, outputs of heads, the tokens' own values, and which tokens see only themselves."""
         return y
 
     def _gate(self, x: Float[Array, "B T D"], *features: int) -> Float[Array, "B T ..."]:
@@ -41,7 +46,7 @@ class HeadwiseGate(OutputTransform):
     """Wg: D x H."""
 
     @nn.compact
-    def __call__(self, x, y, v):
+    def __call__(self, x, y, v, first):
         return y * self._gate(x, y.shape[2])[..., None]
 
 
@@ -49,20 +54,29 @@ class ElementwiseGate(OutputTransform):
     """Wg: D x H w."""
 
     @nn.compact
-    def __call__(self, x, y, v):
+    def __call__(self, x, y, v, first):
         return y * self._gate(x, *y.shape[2:])
 
 
 class Exclusive(OutputTransform):
     """XSA. A value that is exactly 0 takes nothing out."""
 
-    def __call__(self, x, y, v):
+    def __call__(self, x, y, v, first):
         wide = wide_dtype(y.dtype)
         own = jnp.repeat(v.astype(wide), y.shape[2] // v.shape[2], axis=2)
         out, square = y.astype(wide), jnp.sum(own * own, axis=-1, keepdims=True)
         share = jnp.sum(out * own, axis=-1, keepdims=True) / jnp.where(square > 0, square, 1)
-        alone = (out == own).all(axis=-1, keepdims=True)
-        return (out - jnp.where(alone, 1, share) * own).astype(y.dtype)
+        return jnp.where(first[..., None, None], 0, out - share * own).astype(y.dtype)
+
+
+def first_tokens(x: Float[Array, "B T D"], segment_ids: Int[Array, "B T"] | None) -> Bool[Array, "B T"]:
+    """Which tokens of a training batch see only themselves: no token before them has their segment id."""
+    if segment_ids is None:
+        return jnp.broadcast_to(jnp.arange(x.shape[1]) == 0, x.shape[:2])
+    order = jnp.argsort(segment_ids, axis=1, stable=True)
+    ids = jnp.take_along_axis(segment_ids, order, axis=1)
+    new = jnp.pad(ids[:, 1:] != ids[:, :-1], [(0, 0), (1, 0)], constant_values=True)
+    return jnp.zeros(ids.shape, bool).at[jnp.arange(ids.shape[0])[:, None], order].set(new)
 
 
 OUTPUT_TRANSFORMS: dict[str, type[OutputTransform]] = {

@@ -20,6 +20,7 @@ from gva_jax.attention.values import VALUE_TRANSFORMS
 from gva_jax.compositions import CHOICES
 from gva_jax.config import AttentionConfig, ConfigError, MeshConfig, ModelConfig
 from gva_jax.model import Transformer
+from gva_jax.train.optimizer import decayed
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "compositions.py"
 spec = importlib.util.spec_from_file_location("compositions_script", SCRIPT)
@@ -118,17 +119,23 @@ def test_every_parameter_has_a_sharding_rule(value):
         assert gates == ({"gate": {"kernel": P(None, "fsdp", "tensor")}} if has else {})
 
 
+def test_weight_decay_shrinks_gates_but_no_bias():
+    config = ModelConfig(64, 1, 16, 24, replace(FAMILIES["gqa"], value_transform="state_gate"))
+    shapes = jax.eval_shape(Transformer(config).init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+    assert decayed(shapes)["layers"]["attention"]["value_transform"] == {"kernel": True, "bias": False}
+
+
 # ---- numbers ---------------------------------------------------------------------------------------------------------
 
-# Each family with each value transform, and with them each output transform and each activation in turn: every pair of
-# a family's choices meets, and so do values' and outputs'. MHA and MQA are GQA, Keyless is GVA, GTA is K=V: a few each.
-FEW = ("mha", "mqa", "keyless", "gta", "kv_full")
-SOME = ("none", "silu", "reduced_glu", "state_gate")
+# Each kind of family with each value transform, and with them each output transform and each activation in turn. MHA
+# and MQA are GQA, Keyless and full RoPE are GVA, GTA is K=V as far as values go: a few each.
+FEW = dict.fromkeys(("mha", "mqa", "keyless", "gta", "kv_full"), ("silu", "reduced_glu"))
+FEW["gva_full"] = ("none", "silu", "reduced_glu", "state_gate")
 
 
 def cases():
     for i, family in enumerate(FAMILIES):
-        for j, value in enumerate(SOME if family in FEW else VALUE_TRANSFORMS):
+        for j, value in enumerate(FEW.get(family, VALUE_TRANSFORMS)):
             output = list(OUTPUT_TRANSFORMS)[(i + j) % 4]
             fields = dict(value_transform=value, output_transform=output, query_transform=("silu", "none")[j % 2])
             if refused(family, key_transform="silu") is None:
