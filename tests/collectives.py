@@ -78,18 +78,16 @@ class Expected:
     unsplit: tuple[tuple[int, int], ...] = ()
 
     def __contains__(self, found: Collective) -> bool:
-        kind, shape, axes = found.kind, found.shape, found.axes
+        kind, shape, axes = found.kind, _plain(found.shape), found.axes
         if not any(size % factor == 0 for size in shape for factor in (3, 7)):
             return self._parameters(kind, shape, axes)
+        of = lambda tokens, every: {_plain((self.batch, tokens, *rest)) for rest in every}
         if axes == ("tensor",):  # partial products, and the softmax over the vocabulary
-            rows = (self.batch, self.local)
-            return kind == "all-reduce" and shape in {rows, (*rows, 1), *((*rows, *rest) for rest in self.sums)}
+            return kind == "all-reduce" and shape in of(self.local, ((), *self.sums))
         if axes == ("context",) and kind == "all-gather":
-            per_token = self.stream if found.dtype[0] in "bf" else ((),)  # integers: segment ids, positions
-            return shape in {(self.batch, self.whole, *rest) for rest in per_token}
-        if axes == ("context",) and kind == "reduce-scatter":
-            return shape in {(self.batch, self.local, *rest) for rest in self.stream}
-        return False
+            integers = found.dtype[0] in "su"  # segment ids, positions
+            return shape in of(self.whole, ((),) if integers else self.stream)
+        return axes == ("context",) and kind == "reduce-scatter" and shape in of(self.local, self.stream)
 
     def _parameters(self, kind, shape, axes) -> bool:
         if axes is None:
@@ -98,8 +96,13 @@ class Expected:
             return True
         # XLA gathers a matrix that is whole on the tensor axis over either axis, and permutes its parts for that.
         parts = {tuple(sorted(x)) for rows, columns in self.unsplit for x in [(rows, columns), (rows // 2, columns)]}
-        matrix = tuple(sorted(size for size in shape if size > 1))
-        return kind in ("all-gather", "collective-permute") and "data" not in axes and matrix in parts
+        permuted = kind in ("all-gather", "collective-permute") and "data" not in axes
+        return permuted and tuple(sorted(shape)) in parts
+
+
+def _plain(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Without axes of one, which compilers drop."""
+    return tuple(size for size in shape if size > 1)
 
 
 def context_bytes(found: list[Collective]) -> dict[str, int]:

@@ -16,7 +16,9 @@ import tiny_run as tiny
 
 from gva_jax import model as models
 from gva_jax import sharding
-from gva_jax.config import AttentionConfig, ConfigError, DataConfig, MeshConfig, RunConfig
+from gva_jax.config import AttentionConfig, ConfigError, DataConfig, MeshConfig, RunConfig, TrainConfig, load
+from gva_jax.display import Display
+from gva_jax.train.loop import train
 from gva_jax.train.step import make_eval_step, put
 
 B, T = 24, 56
@@ -139,6 +141,59 @@ def test_gva_gathers_half_of_what_gqa_does():
         "mla": c + r,
     }
     assert sent["gva"]["forward"] / sent["gqa"]["forward"] == 1 / 2 + r / (2 * G * d)
+
+
+# ---- the quickstart's model, whole runs ------------------------------------------------------------------------------
+
+
+@functools.cache
+def quickstart_losses(mesh: tuple[int, ...] | None, dtype: str, steps: int) -> list[float]:
+    """The shipped config's model and optimiser, on 8 sequences of 64 a step; None: one device."""
+    run = load("quickstart")
+    run = replace(
+        run, model=replace(run.model, dtype=dtype, param_dtype=dtype), mesh=MeshConfig(*mesh or ()),
+        data=replace(run.data, batch_size=8, context_length=64),
+    )  # fmt: skip
+    with jax.enable_x64(dtype == "float64"):
+        it = tiny.one_device(run) if mesh is None else tiny.Run(run)
+        return [m["loss"] for m in it.advance(steps)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", [(8, 1, 1, 1), (4, 2, 1, 1), (2, 2, 2, 1), (2, 1, 2, 2)])
+def test_the_quickstart_model_on_meshes_equals_one_device(mesh):
+    one, many = (quickstart_losses(where, "float64", 20) for where in (None, mesh))
+    np.testing.assert_allclose(many, one, rtol=1e-9, atol=0)
+    assert one[-1] < one[0] - 0.1  # it has learnt, so the comparison is not one of constants
+    one, many = (quickstart_losses(where, "float32", 1) for where in (None, mesh))
+    assert many[0] == pytest.approx(one[0], rel=1e-6)
+
+
+def test_a_run_is_evaluated_saved_and_restored_on_another_mesh(tmp_path):
+    run = replace(
+        tiny.config(vocab_size=300, mesh=MeshConfig(2, 1, 2, 2)), name="split", runs=str(tmp_path / "runs"),
+        data=DataConfig(source="docstrings:json,argparse", context_length=32, batch_size=8, holdout=0.1),
+        train=TrainConfig(steps=3, eval_every=2, eval_batches=1),
+    )  # fmt: skip
+    first = train(run, Display(quiet=True))
+    again = train(replace(run, mesh=MeshConfig(1, 2, 1, 4)), Display(quiet=True))
+    assert again.step == 3 and again.variables["params"]["embedding"]["embedding"].sharding.mesh.shape["context"] == 4
+    for split in ("development", "heldout"):
+        a, b = getattr(first, split), getattr(again, split)
+        assert b.targets == a.targets and b.loss == pytest.approx(a.loss, rel=1e-5) and a.perplexity < 300
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (dict(mesh=MeshConfig(context=16)), "product must be the number of devices, 8"),
+        (dict(mesh=MeshConfig(1, 1, 1, 8), data=DataConfig(context_length=60)), "data.context_length = 60: must be a"),
+    ],
+)
+def test_meshes_that_cannot_split_a_sequence_are_refused(change, told):
+    run = replace(tiny.config(), **change)
+    with pytest.raises(ConfigError, match=told):
+        sharding.check(run, sharding.make_mesh(run.mesh))
 
 
 # ---- processes -------------------------------------------------------------------------------------------------------

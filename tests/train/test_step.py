@@ -40,15 +40,6 @@ def test_eight_devices_equal_one_in_float64(mesh):
     assert one[-1] < 0.9 * one[0]  # it has learnt, so the comparison is not one of constants
 
 
-@pytest.mark.parametrize("family", [name for name in tiny.FAMILIES if name != "gva"])
-def test_every_family_is_sharded_rightly(family):
-    with jax.enable_x64(True):
-        run = tiny.float64(tiny.config(family, mesh=MESHES["all"]))
-        one, many = tiny.one_device(run).advance(3), tiny.Run(run).advance(3)
-    for a, b in zip(one, many, strict=True):
-        assert b == pytest.approx(a, rel=1e-9)
-
-
 @functools.cache
 def first_on_one_device() -> dict[str, float]:
     return tiny.one_device(tiny.config()).advance(1)[0]
