@@ -71,7 +71,7 @@ def html_sections(folder: Path) -> Iterator[str]:
     """The sections of a folder of HTML pages, without their navigation."""
     for path in sorted(folder.glob("*.html")):
         page = path.read_text(encoding="utf-8", errors="replace")
-        yield from _SECTION.split(page.partition('class="book-navigation"')[0])
+        yield from _SECTION.split(page.partition('<div id="book-navigation')[0])
 
 
 def books(root: Path) -> Iterator[str]:
