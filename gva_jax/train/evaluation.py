@@ -45,14 +45,22 @@ def evaluate(
     eval_step: Callable, params, batches: Iterable[dict[str, np.ndarray]], mesh: Mesh, most: int = 0
 ) -> Evaluation:
     """Run `eval_step` over `batches` (over the first `most` of them, if given)."""
+    return evaluation(totals(eval_step, params, batches, lambda batch: put(batch, mesh), most))
+
+
+def totals(eval_step: Callable, params, batches: Iterable, put: Callable, most: int = 0) -> np.ndarray:
+    """The sum of what `eval_step(params, put(batch))` returns, in float64."""
     sums, pending = np.zeros(3, np.float64), None
     for i, batch in enumerate(batches):
         if most and i == most:
             break
-        current = eval_step(params, put(batch, mesh))
+        current = eval_step(params, put(batch))
         if pending is not None:
-            sums += np.asarray(pending, np.float64)  # while the device works on the current one
+            sums = sums + np.asarray(pending, np.float64)  # while the device works on the current one
         pending = current
-    if pending is not None:
-        sums += np.asarray(pending, np.float64)
+    return sums if pending is None else sums + np.asarray(pending, np.float64)
+
+
+def evaluation(sums: np.ndarray) -> Evaluation:
+    """From `totals` of one model, (3,)."""
     return Evaluation(nats=float(sums[0]), targets=round(sums[1]), bytes=round(sums[2]))
