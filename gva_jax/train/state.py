@@ -23,7 +23,7 @@ class TrainState:
 
 
 def initial(model: Transformer, optimizer: optax.GradientTransformation, seed) -> TrainState:
-    """The state at step 0. `seed` may be traced: equal seeds give equal draws for parameters of equal path and shape."""
+    """The state at step 0. Equal seeds give parameters of equal path and shape equal draws. `seed` may be traced."""
     init_key, run_key = jax.random.split(jax.random.key(seed))
     params = model.init(init_key, jnp.zeros((1, 1), jnp.int32))["params"]
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), jax.random.key_data(run_key))
