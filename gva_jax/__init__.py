@@ -8,7 +8,9 @@ import importlib
 __version__ = "0.1.0"
 
 _WHERE = {
+    "GroupedTiedAttention": "attention",
     "GroupedValueAttention": "attention",
+    "KeyIsValueAttention": "attention",
     "LatentAttention": "attention",
     "MultiHeadAttention": "attention",
     "Transformer": "model",

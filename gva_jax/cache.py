@@ -120,6 +120,13 @@ class Cache:
             written[name] = write(buffer, x, new, _token_axis(self.layout))
         return dataclasses.replace(self, **written)
 
+    def stored(self, values: Float[Array, "B T G d"]) -> Float[Array, "B T G d"]:
+        """`values` as they are read back once they are appended: rounded to the cache's dtype."""
+        if not is_quantised(self.values.dtype):
+            return values.astype(self.values.dtype).astype(values.dtype)
+        entries, scale = quantise(values, self.values.dtype)
+        return (entries.astype(jnp.float32) * scale[..., None]).astype(values.dtype)
+
     def _scatter(self, buffer: Array, x: Array, new: Int[Array, "B"], axis: int) -> Array:
         """Write `x` (B, T, ...) token by token; those that are not new or do not fit are dropped."""
         token = jnp.arange(x.shape[1], dtype=self.lengths.dtype)

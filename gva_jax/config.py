@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from gva_jax.compositions import Activation, OutputTransform, ValueTransform, refusal
+
 # How attention is computed in training; see gva_jax.attention.dispatch.
 TrainingImplementation = Literal["chunked", "splash", "tokamax", "cudnn"]
 TRAINING_IMPLEMENTATIONS = typing.get_args(TrainingImplementation)
@@ -55,11 +57,21 @@ def check_training_implementation(name: str | None) -> None:
     require(name is None or name in TRAINING_IMPLEMENTATIONS, "training_implementation", name, right)
 
 
+def check_transforms(family: str, attention: Any) -> None:
+    """Refuses transforms that are none, or that the family cannot have; see `gva_jax.compositions`."""
+    if (wrong := refusal(family, attention)) is not None:
+        name, right = wrong
+        raise ConfigError(f"{name} = {getattr(attention, name)!r}: {right}")
+    if (moments := attention.value_moments) is not None:
+        good = len(moments) == 4 and all(map(math.isfinite, moments)) and moments[1] > 0 and moments[3] > 0
+        require(good, "value_moments", moments, "must be mean and deviation of v, then of SiLU(v); both above 0")
+
+
 @dataclass(frozen=True)
 class AttentionConfig:
     """One attention layer. A family takes the fields it knows; one that it does not know must keep its default."""
 
-    # Attention family: a name from gva_jax.attention.registry (mha, gqa, mqa, mla, gva).
+    # Attention family: a name from gva_jax.attention.registry (mha, gqa, mqa, mla, gva, keyless, kv, gta).
     family: str = "gva"
     # Query heads, H.
     num_heads: int = 16
@@ -67,7 +79,7 @@ class AttentionConfig:
     num_kv_heads: int | None = None
     # Head width, d.
     head_dim: int = 64
-    # Rotary width, r (GVA, MLA): even and below d; 0 for no position; None for full RoPE.
+    # Rotary width, r (GVA, K=V, MLA): even and below d; 0 for no position; None for full RoPE.
     rope_dim: int | None = None
     # Base of the rotary frequencies.
     rope_base: float = 10_000.0
@@ -81,6 +93,17 @@ class AttentionConfig:
     key_init: Literal["default", "scale_matched"] = "default"
     # Training form (GVA only): fold the key map into the query, or make the keys.
     form: Literal["absorbed", "materialised"] = "absorbed"
+    # What is done to values before they are cached and aggregated; silu is GatedV. See gva_jax.attention.values.
+    value_transform: ValueTransform = "none"
+    # What is done to the heads' outputs: a gate (G1), or the token's own value taken out (xsa).
+    output_transform: OutputTransform = "none"
+    # SiLU on queries, after their projection, before Q-norm and RoPE.
+    query_transform: Activation = "none"
+    # The same on keys, where keys are made (MHA, GQA, MQA, GVA with full RoPE).
+    key_transform: Activation = "none"
+    # Constants of affine_match and matched_silu: mean and deviation of v, then of SiLU(v). None: of a Gaussian v at
+    # its initial scale. gva_jax.measure_value_moments measures them.
+    value_moments: tuple[float, float, float, float] | None = None
     # How training attention is computed: chunked (XLA, anywhere), splash (TPU), tokamax, cudnn (GPU). None: the best.
     training_implementation: TrainingImplementation | None = None
 
@@ -91,6 +114,7 @@ class AttentionConfig:
         require(self.rope_base > 1, "rope_base", self.rope_base, "must be above 1")
         require(self.latent_dim is None or self.latent_dim >= 1, "latent_dim", self.latent_dim, "must be 1 or more")
         check_training_implementation(self.training_implementation)
+        check_transforms(self.family, self)
 
 
 @dataclass(frozen=True)
@@ -107,6 +131,8 @@ class ModelConfig:
     hidden_dim: int = 384
     # Attention: family, heads, widths.
     attention: AttentionConfig = field(default_factory=AttentionConfig)
+    # Depth-Attention: layers (0 is the first) whose values all later ones mix into theirs, token by token. (): none.
+    depth_sources: tuple[int, ...] = ()
     # Use the embedding as the output matrix.
     tie_embeddings: bool = True
     # Dropout on each residual branch while training.
@@ -124,6 +150,17 @@ class ModelConfig:
         for name in ("vocab_size", "num_layers", "model_dim", "hidden_dim"):
             require(getattr(self, name) >= 1, f"model.{name}", getattr(self, name), "must be 1 or more")
         require(0 <= self.dropout < 1, "model.dropout", self.dropout, "must be at least 0 and below 1")
+        if self.depth_sources:
+            self._check_depth()
+
+    def _check_depth(self) -> None:
+        sources, name = self.depth_sources, "model.depth_sources"
+        right = f"must be layers in rising order, 0 to {self.num_layers - 2}: no layer comes after the last"
+        require(list(sources) == sorted({i for i in sources if 0 <= i < self.num_layers - 1}), name, sources, right)
+        right = "MLA makes its values after aggregation, none is there to be mixed and cached; leave it ()"
+        require(self.attention.family != "mla", name, sources, right)
+        right = "a scan would save once a layer what layers hand on; set model.scan_layers False"
+        require(not self.scan_layers, name, sources, right)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from gva_jax.attention.depth import DepthMixer, Own
 from gva_jax.attention.layers import Projection, RMSNorm, normal
 from gva_jax.attention.registry import build
 from gva_jax.cache import Cache
@@ -55,20 +56,36 @@ class Block(nn.Module):
         self.mlp = SwiGLU(self.config)
         self.dropout = nn.Dropout(self.config.dropout)
 
-    def __call__(self, x: Float[Array, "B T D"], positions, segment_ids):
-        """Training forward; the second result is what a scan over layers collects: nothing."""
+    def __call__(self, x: Float[Array, "B T D"], positions, segment_ids, earlier: tuple[Own, ...] | None = None):
+        """Training forward, and what later layers may need: with `earlier` this layer's keys and values, else None."""
         x = constrain(x, "batch", "sequence", None)
-        x = x + self._drop(self.attention(self.attention_norm(x), positions=positions, segment_ids=segment_ids))
+        depth, mix = _depth(earlier)
+        y = self.attention(self.attention_norm(x), positions=positions, segment_ids=segment_ids, **mix)
+        x = x + self._drop(y)
         x = x + self._drop(self.mlp(self.mlp_norm(x)))
-        return constrain(x, "batch", "sequence", None), None
+        return constrain(x, "batch", "sequence", None), depth.own
 
-    def prefill(self, x: Float[Array, "B T D"], cache: Cache, lengths: Int[Array, "B"]):
-        y, cache = self.attention.prefill(self.attention_norm(x), cache, lengths=lengths)
+    def prefill(
+        self,
+        x: Float[Array, "B T D"],
+        cache: Cache,
+        lengths: Int[Array, "B"],
+        earlier: tuple[Own, ...] | None = None,
+    ):
+        """Outputs, cache, and what later layers may need."""
+        depth, mix = _depth(earlier)
+        y, cache = self.attention.prefill(self.attention_norm(x), cache, lengths=lengths, **mix)
         x = x + y
-        return x + self.mlp(self.mlp_norm(x)), cache
+        return x + self.mlp(self.mlp_norm(x)), cache, depth.own
 
     def _drop(self, x):
         return self.dropout(x, deterministic=not self.has_rng("dropout"))
+
+
+def _depth(earlier: tuple[Own, ...] | None) -> tuple[DepthMixer, dict]:
+    """What mixes a layer's values with earlier layers', and the keyword of attention that asks for it, if anything."""
+    depth = DepthMixer(earlier or ())
+    return depth, {} if earlier is None else {"mix": depth}
 
 
 class Transformer(nn.Module):
@@ -120,8 +137,10 @@ class Transformer(nn.Module):
         if self.config.scan_layers:
             x, _ = self.layers(x, positions, segment_ids)
         else:
-            for layer in self.layers:
-                x, _ = layer(x, positions, segment_ids)
+            earlier = nothing_earlier(self.config)
+            for i, layer in enumerate(self.layers):
+                x, own = layer(x, positions, segment_ids, earlier)
+                earlier = and_of(self.config, i, earlier, own)
         return self._logits(x)
 
     def _logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T vocab"]:
@@ -151,10 +170,11 @@ class Transformer(nn.Module):
 
         `last` computes only the logits behind each row's last new token, (B, 1, vocab).
         """
-        x, new = self.embedding(tokens), []
+        x, new, earlier = self.embedding(tokens), [], nothing_earlier(self.config)
         # Unrolled even where training scans: caches as scanned inputs and outputs would be copied at every step.
-        for layer, cache in zip(self._cached_layers(), caches, strict=True):
-            x, cache = layer(x, cache, lengths)
+        for i, (layer, cache) in enumerate(zip(self._cached_layers(), caches, strict=True)):
+            x, cache, own = layer(x, cache, lengths, earlier)
+            earlier = and_of(self.config, i, earlier, own)
             new.append(cache)
         if last:
             x = jnp.take_along_axis(x, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)
@@ -174,6 +194,19 @@ class Transformer(nn.Module):
             return lambda *args: block.apply({"params": params}, *args, method="prefill")
 
         return [at(i) for i in range(self.config.num_layers)]
+
+
+# ---- Depth-Attention: keys and values that layers hand on ------------------------------------------------------------
+
+
+def nothing_earlier(config: ModelConfig) -> tuple[Own, ...] | None:
+    """What the first layer gets: None where nothing is handed on."""
+    return () if config.depth_sources else None
+
+
+def and_of(config: ModelConfig, layer: int, earlier: tuple[Own, ...] | None, own: Own | None):
+    """What the layer after `layer` gets."""
+    return (*earlier, own) if layer in config.depth_sources else earlier
 
 
 # ---- layouts of the parameters, initialisation from data -------------------------------------------------------------
@@ -214,12 +247,13 @@ def calibrate(model: Transformer, variables, tokens: Int[Array, "B T"]):
         raise ConfigError(f"attention.family = {config.attention.family!r}: has no key map to calibrate, gva has")
     flat, variables = unstack(model, variables)
     params = dict(variables["params"])
-    x = params["embedding"]["embedding"].astype(config.dtype)[tokens]
+    x, earlier = params["embedding"]["embedding"].astype(config.dtype)[tokens], nothing_earlier(config)
     for i in range(config.num_layers):
         layer = dict(params[f"layers_{i}"])
         seen = norm.apply({"params": layer["attention_norm"]}, x)
         layer["attention"] = attention.calibrate({"params": layer["attention"]}, seen)["params"]
         params[f"layers_{i}"] = layer
-        x, _ = block.apply({"params": layer}, x, None, None)
+        x, own = block.apply({"params": layer}, x, None, None, earlier)
+        earlier = and_of(config, i, earlier, own)
     variables = {**variables, "params": params}
     return stack(flat, variables)[1] if config.scan_layers else variables

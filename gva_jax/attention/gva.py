@@ -10,40 +10,38 @@ No key is ever made: `q_nope[h]·(v M[h]) = (q_nope[h] M[h]^T)·v`. M is absorbe
 keys and as values, in training as in decoding. Position travels in one short rotated key per token.
 
 Letters: B batch, T new tokens, S cache capacity, D model width, H query heads, G value groups, d head width,
-r rotary width, n = d - r content width.
+r rotary width, n = d - r content width, w width of a value (d unless its transform makes it narrower). Where values
+are transformed, v is the transformed one: it is cached, aggregated, and keys are read from it.
 """
 
-import math
+from functools import partial
 from typing import Literal
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from gva_jax.attention.dispatch import cached_attention, in_chunks, training_attention
+from gva_jax.attention.base import Attention
+from gva_jax.attention.depth import Mix, unmixed
+from gva_jax.attention.dispatch import cached_attention, training_attention
 from gva_jax.attention.layers import (
-    STD,
-    Attention,
     Projection,
-    RMSNorm,
     apply_rope,
     check_tokens,
     default_positions,
+    joined,
     normal,
     scale_matched,
 )
+from gva_jax.attention.rebuilt import attend_rebuilt
 from gva_jax.cache import Cache, init_cache
-from gva_jax.config import check_heads, check_rope_dim, check_training_implementation, require
-from gva_jax.kernels import decode_attention, merge
-
-REBUILD_BLOCK = 512  # tokens whose keys are made at once where keys cannot be absorbed
+from gva_jax.config import check_heads, check_rope_dim, check_training_implementation, check_transforms, require
 
 
 class GroupedValueAttention(Attention):
     """Causal attention whose cache is `G d + r` scalars per token, about half of grouped-query attention's.
 
-    Attributes:
+    Attributes, beside the transforms of `Attention`:
       num_heads, num_kv_heads, head_dim: H, G, d. G divides H; None is H.
       rope_dim: r, even, `0 < r < d`: decoupled RoPE, the serving configuration. 0: no position in the scores (Keyless
         attention). None: full RoPE on the reconstructed keys. A rotated key does not fold into the query, so that mode
@@ -52,6 +50,7 @@ class GroupedValueAttention(Attention):
       q_norm: RMS-normalise queries over d, before the split, with a learned scale. (Normalised keys would not fold.)
       key_init: `scale_matched` starts keys at the queries' RMS, per slice; `default` draws with std 0.02, which leaves
         them `1/(0.02 sqrt(d))` times too small, `1/(0.02 sqrt(D) 0.02 sqrt(d))` with Q-norm (the paper's baseline).
+        The values' RMS is that of the transformed value; keys are matched before a `key_transform`.
       form: training forward `absorbed`, or `materialised`: make the keys (the reference; fewer FLOPs at short T).
         Decoding is absorbed either way.
       implementation: decode kernel, see `gva_jax.kernels`; None picks the device's best.
@@ -81,6 +80,7 @@ class GroupedValueAttention(Attention):
         for name, choices in (("key_init", ("default", "scale_matched")), ("form", ("absorbed", "materialised"))):
             require(getattr(self, name) in choices, name, getattr(self, name), f"must be {' or '.join(choices)}")
         check_training_implementation(self.training_implementation)
+        check_transforms("gva", self)
         super().__post_init__()
 
     @property
@@ -100,17 +100,14 @@ class GroupedValueAttention(Attention):
 
     @nn.compact
     def _project(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]):
-        """Queries (B T H n), rotated queries (B T H r), values (B T G d), rotated key (B T r).
+        """Queries (B T H n), rotated queries (B T H r), values (B T G w), rotated key (B T r).
 
         Without a decoupled slice the rotated parts are None; with full RoPE the queries are rotated themselves.
         """
-        H, d, r, D = self.num_heads, self.head_dim, self.rope_dim, x.shape[-1]
+        r, D = self.rope_dim, x.shape[-1]
         check_tokens(x)
         kw = dict(dtype=self.dtype, param_dtype=self.param_dtype)
-        q = Projection((H, d), name="query", **kw)(x)
-        v = Projection((self._groups, d), name="value", **kw)(x)
-        if self.q_norm:
-            q = RMSNorm(name="query_norm", **kw)(q)
+        q, v = self._queries(x), self._values(x)
         if r is None:
             return apply_rope(q, positions, self.rope_base), None, v, None
         if r == 0:
@@ -121,17 +118,12 @@ class GroupedValueAttention(Attention):
         return q_nope, apply_rope(q_rope, positions, self.rope_base), v, apply_rope(k_rope, positions, self.rope_base)
 
     @nn.compact
-    def _key_map(self, D: int) -> Float[Array, "d H n"]:
+    def _key_map(self, D: int) -> Float[Array, "w H n"]:
         """M. Its fan-in is the width of the value it reads."""
-        d, H, n = self.head_dim, self.num_heads, self._content
-        value_rms = STD * math.sqrt(D)  # of x Wv, for inputs of RMS 1
-        matched = scale_matched(self._query_rms(D) / value_rms, fan_in=d)
+        w, H, n = self.value_width, self.num_heads, self._content
+        matched = scale_matched(self._query_rms(D) / self._value_rms(D), fan_in=w)
         init = matched if self.key_init == "scale_matched" else normal()
-        return self.param("key_map", init, (d, H * n), self.param_dtype).astype(self.dtype).reshape(d, H, n)
-
-    def _query_rms(self, D: int) -> float:
-        """sigma_Q, expected at initialisation for inputs of RMS 1."""
-        return 1.0 if self.q_norm else STD * math.sqrt(D)
+        return self.param("key_map", init, (w, H * n), self.param_dtype).astype(self.dtype).reshape(w, H, n)
 
     # ---- the four parts ----------------------------------------------------------------------------------------------
 
@@ -142,83 +134,79 @@ class GroupedValueAttention(Attention):
         *,
         positions: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
+        mix: Mix = unmixed,
     ) -> Float[Array, "B T D"]:
-        """Training forward, causal. `segment_ids` keep packed documents apart (negative: padding)."""
+        """Training forward, causal. `segment_ids` keep packed documents apart (negative: padding).
+
+        `mix` makes the values that are aggregated from queries, keys and values; see `gva_jax.attention.depth`.
+        """
         positions = default_positions(x, positions)
         q, q_rope, v, k_rope = self._project(x, positions)
         key_map = self._key_map(x.shape[-1])
-        if self.form == "absorbed" and self.rope_dim is not None:
-            q, k = absorb(q, key_map), v
+        own = v = mix(joined(q, q_rope), partial(self._keys, v, key_map, k_rope, positions), v)
+        if self._absorbs_in_training:
+            q, k = joined(absorb(q, key_map), q_rope), joined(v, k_rope)
         else:
-            k = reconstruct(v, key_map)
+            q, k = joined(q, q_rope), self._keys(v, key_map, k_rope, positions)
             v = jnp.repeat(v, self.num_heads // self._groups, axis=2)
-            if self.rope_dim is None:
-                k = apply_rope(k, positions, self.rope_base)
-        if q_rope is not None:
-            shared = jnp.broadcast_to(k_rope[:, :, None], (*k.shape[:3], self.rope_dim))
-            q, k = jnp.concatenate([q, q_rope], axis=-1), jnp.concatenate([k, shared], axis=-1)
         how = dict(scale=self._scale, implementation=self._training())
         y = training_attention(q, k, v, segment_ids=segment_ids, **how)
-        return self._output(y, x.shape[-1])
+        return self._output(y, x, own)
 
     def init_cache(self, batch: int, max_length: int, dtype=jnp.bfloat16, layout: str | None = None, **pages) -> Cache:
         """An empty cache; needs no parameters. See `gva_jax.cache.init_cache`, eight-bit dtypes and pages included."""
-        G, d, r = self._groups, self.head_dim, self.rope_dim or 0
-        return init_cache(batch, max_length, groups=G, value_dim=d, rope_dim=r, dtype=dtype, layout=layout, **pages)
+        widths = dict(value_dim=self.value_width, rope_dim=self.rope_dim or 0)
+        return init_cache(batch, max_length, groups=self._groups, **widths, dtype=dtype, layout=layout, **pages)
 
     @nn.compact
     def prefill(
-        self, x: Float[Array, "B T D"], cache: Cache, *, lengths: Int[Array, "B"]
+        self, x: Float[Array, "B T D"], cache: Cache, *, lengths: Int[Array, "B"], mix: Mix = unmixed
     ) -> tuple[Float[Array, "B T D"], Cache]:
         """Append row b's first `lengths[b]` tokens and attend; outputs past them mean nothing."""
         positions = cache.lengths[:, None] + jnp.arange(x.shape[1])
         q, q_rope, v, k_rope = self._project(x, positions)
         key_map = self._key_map(x.shape[-1])
+        v = mix(joined(q, q_rope), partial(self._keys, v, key_map, k_rope, positions), v)
         cache = cache.append(lengths, v, rope_keys=k_rope)
         if self.rope_dim is None:
-            y = self._attend_rebuilt(q, cache, key_map, lengths)
+            y = attend_rebuilt(
+                q, cache, lambda v, positions: self._keys(v, key_map, None, positions), new=lengths, scale=self._scale,
+                implementation=self.implementation,
+            )  # fmt: skip
         else:
             y = cached_attention(
                 absorb(q, key_map), cache, q_rope=q_rope, new=lengths, scale=self._scale,
                 implementation=self.implementation,
             )  # fmt: skip
-        return self._output(y, x.shape[-1]), cache
+        return self._output(y, x, cache.stored(v)), cache
 
     def cache_size(self) -> int:
         """Scalars per token."""
-        return self._groups * self.head_dim + (self.rope_dim or 0)
+        return self._groups * self.value_width + (self.rope_dim or 0)
 
-    # ---- where keys cannot be absorbed -------------------------------------------------------------------------------
+    # ---- where keys are made -----------------------------------------------------------------------------------------
 
-    def _attend_rebuilt(
-        self, q: Float[Array, "B T H d"], cache: Cache, key_map: Float[Array, "d H d"], new: Int[Array, "B"]
+    @property
+    def _absorbs_in_training(self) -> bool:
+        return self.form == "absorbed" and self.rope_dim is not None
+
+    def training_widths(self) -> tuple[int, int]:
+        """Widths of the keys and of the values that a query meets in training: absorbed, the values are keys too."""
+        w = self.value_width
+        return (w + self.rope_dim if self._absorbs_in_training else self.head_dim), w
+
+    def _keys(
+        self,
+        v: Float[Array, "B T G w"],
+        key_map: Float[Array, "w H n"],
+        k_rope: Float[Array, "B T r"] | None,
+        positions: Int[Array, "B T"],
     ) -> Float[Array, "B T H d"]:
-        """Make rotated keys from a block of cached values, attend to it, merge; never all keys at once."""
-        B, H, G, S = q.shape[0], q.shape[2], self._groups, cache.capacity
-        # Slices of the cache must not cross pages, whose size is a multiple of 128 as the capacity is.
-        block = math.gcd(S, REBUILD_BLOCK) if cache.page_table is None else 128
-
-        def attend(q, lengths, new):
-            def step(i, partial):
-                at = i * block
-                v = cache.read_values(at, block, self.dtype)
-                k = reconstruct(v.swapaxes(1, 2), key_map)
-                positions = jnp.broadcast_to(at + jnp.arange(block), (B, block))
-                k = apply_rope(k, positions, self.rope_base).swapaxes(1, 2)
-                v = jnp.repeat(v, H // G, axis=1)
-                here = decode_attention(
-                    q.astype(partial[0].dtype), v, keys=k, lengths=lengths - at, q_lengths=new, scale=self._scale,
-                    layout="tokens_major", implementation=self.implementation,
-                )  # fmt: skip
-                return merge(partial, here)
-
-            wide = jnp.promote_types(q.dtype, jnp.float32)
-            nothing = jnp.zeros(q.shape, wide), jnp.full(q.shape[:3], -jnp.inf, wide)
-            blocks = jnp.clip(-(-lengths.max() // block), 0, S // block)
-            return jax.lax.fori_loop(0, blocks, step, nothing)[0].astype(q.dtype)
-
-        y = in_chunks(attend, q, cache.lengths, new)
-        return jnp.where(cache.overflowed[:, None, None, None], jnp.nan, y)
+        """Whole keys, rotated."""
+        k = reconstruct(v, key_map)
+        if self.key_transform == "silu":
+            k = nn.silu(k)
+        return apply_rope(k, positions, self.rope_base) if self.rope_dim is None else joined(k, k_rope)
 
     # ---- initialisation from measured inputs -------------------------------------------------------------------------
 
@@ -246,12 +234,12 @@ class GroupedValueAttention(Attention):
         return rms(q) / rms(k), None if q_rope is None else rms(q_rope) / rms(k_rope)
 
 
-def absorb(q_nope: Float[Array, "B T H n"], key_map: Float[Array, "d H n"]) -> Float[Array, "B T H d"]:
+def absorb(q_nope: Float[Array, "B T H n"], key_map: Float[Array, "w H n"]) -> Float[Array, "B T H w"]:
     """Queries that meet values directly: `q~[h] = q_nope[h] M[h]^T`."""
-    return jnp.einsum("BTHn,dHn->BTHd", q_nope, key_map)
+    return jnp.einsum("BTHn,wHn->BTHw", q_nope, key_map)
 
 
-def reconstruct(v: Float[Array, "B T G d"], key_map: Float[Array, "d H n"]) -> Float[Array, "B T H n"]:
+def reconstruct(v: Float[Array, "B T G w"], key_map: Float[Array, "w H n"]) -> Float[Array, "B T H n"]:
     """Content keys, one per query head: `k_nope[h] = v[g(h)] M[h]`."""
-    (B, T, G, d), (_, H, n) = v.shape, key_map.shape
-    return jnp.einsum("BTGd,dGhn->BTGhn", v, key_map.reshape(d, G, H // G, n)).reshape(B, T, H, n)
+    (B, T, G, w), (_, H, n) = v.shape, key_map.shape
+    return jnp.einsum("BTGw,wGhn->BTGhn", v, key_map.reshape(w, G, H // G, n)).reshape(B, T, H, n)

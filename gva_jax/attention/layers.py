@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from gva_jax.cache import Cache
 from gva_jax.compat import wide_dtype
 
 STD = 0.02  # of every projection and embedding unless an initialiser says otherwise
@@ -84,18 +83,10 @@ def check_tokens(x: Float[Array, "B T D"]) -> None:
         raise ValueError(f"x has shape {x.shape}: its axis 1, tokens (T), is empty")
 
 
-class Attention(nn.Module):
-    """What all families share: the output projection, and decoding as a prefill without padding."""
-
-    def _training(self) -> str | None:
-        """`training_implementation`, but at initialisation, which may happen elsewhere than training, whatever runs."""
-        return None if self.is_initializing() else self.training_implementation
-
-    @nn.compact
-    def _output(self, y: Float[Array, "B T H d"], D: int) -> Float[Array, "B T D"]:
-        y = y.reshape(*y.shape[:2], -1)
-        return Projection((D,), name="output", dtype=self.dtype, param_dtype=self.param_dtype)(y)
-
-    def decode(self, x: Float[Array, "B T D"], cache: Cache) -> tuple[Float[Array, "B T D"], Cache]:
-        """Append T tokens to every row and attend over all that is live."""
-        return self.prefill(x, cache, lengths=jnp.full(x.shape[:1], x.shape[1], jnp.int32))
+def joined(heads: Float[Array, "B T K n"], rotated: Array | None) -> Float[Array, "B T K _"]:
+    """Content and rotated parts side by side; a rotated part (B T r) is that of every head, None is none."""
+    if rotated is None:
+        return heads
+    if rotated.ndim == 3:
+        rotated = jnp.broadcast_to(rotated[:, :, None], (*heads.shape[:3], rotated.shape[-1]))
+    return jnp.concatenate([heads, rotated], axis=-1)

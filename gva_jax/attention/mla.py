@@ -16,16 +16,19 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from gva_jax.attention.base import Attention
 from gva_jax.attention.dispatch import cached_attention, training_attention
-from gva_jax.attention.layers import Attention, Projection, RMSNorm, apply_rope, check_tokens, default_positions, normal
+from gva_jax.attention.layers import Projection, RMSNorm, apply_rope, check_tokens, default_positions, normal
 from gva_jax.cache import Cache, init_cache
-from gva_jax.config import check_heads, check_rope_dim, check_training_implementation, require
+from gva_jax.config import check_heads, check_rope_dim, check_training_implementation, check_transforms, require
 
 
 class LatentAttention(Attention):
     """Causal attention whose cache is `c + r` scalars per token.
 
-    Attributes:
+    Values are made from the latent after aggregation, so a transform of values is refused.
+
+    Attributes, beside the transforms of `Attention`:
       num_heads, head_dim: H, d (the width of values, and of queries, content and rotary part together).
       latent_dim: c.
       rope_dim: r, even, `0 <= r < d`; 0: no position in the scores.
@@ -58,6 +61,7 @@ class LatentAttention(Attention):
                 "MLA cannot rotate keys read from the latent; give a rotary width, 0 for none")  # fmt: skip
         check_rope_dim(self.rope_dim, self.head_dim)
         check_training_implementation(self.training_implementation)
+        check_transforms("mla", self)
         super().__post_init__()
 
     # ---- projections -------------------------------------------------------------------------------------------------
@@ -65,13 +69,10 @@ class LatentAttention(Attention):
     @nn.compact
     def _project(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]):
         """Queries (B T H n), rotated queries (B T H r), latents (B T c), rotated key (B T r); None where r = 0."""
-        H, d, r = self.num_heads, self.head_dim, self.rope_dim
+        d, r = self.head_dim, self.rope_dim
         check_tokens(x)
         kw = dict(dtype=self.dtype, param_dtype=self.param_dtype)
-        q = Projection((H, d), name="query", **kw)(x)
-        if self.q_norm:
-            q = RMSNorm(name="query_norm", **kw)(q)
-        q_nope, q_rope = jnp.split(q, [d - r], axis=-1)
+        q_nope, q_rope = jnp.split(self._queries(x), [d - r], axis=-1)
         z = RMSNorm(name="latent_norm", **kw)(Projection((self.latent_dim,), name="latent", **kw)(x))
         if not r:
             return q_nope, None, z, None
@@ -106,7 +107,7 @@ class LatentAttention(Attention):
             q, k = jnp.concatenate([q, q_rope], axis=-1), jnp.concatenate([k, shared], axis=-1)
         how = dict(scale=self.head_dim**-0.5, implementation=self._training())
         y = training_attention(q, k, v, segment_ids=segment_ids, **how)
-        return self._output(y, x.shape[-1])
+        return self._output(y, x, v)
 
     def init_cache(
         self, batch: int, max_length: int, dtype=jnp.bfloat16, layout: str | None = None, **pages
@@ -126,7 +127,10 @@ class LatentAttention(Attention):
             jnp.einsum("BTHn,cHn->BTHc", q, key_map), cache, q_rope=q_rope, new=lengths,
             scale=self.head_dim**-0.5, implementation=self.implementation,
         )  # fmt: skip
-        return self._output(jnp.einsum("BTHc,cHd->BTHd", y, value_map), x.shape[-1]), cache
+        # The own value in the same way as the output, so that the two are the same bits where a token sees only itself.
+        own = jnp.broadcast_to(cache.stored(z[:, :, None]), y.shape)
+        y, v = (jnp.einsum("BTHc,cHd->BTHd", a, value_map) for a in (y, own))
+        return self._output(y, x, v), cache
 
     def cache_size(self) -> int:
         """Scalars per token."""

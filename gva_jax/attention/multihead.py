@@ -11,16 +11,18 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from gva_jax.attention.base import Attention
+from gva_jax.attention.depth import Mix, unmixed
 from gva_jax.attention.dispatch import cached_attention, training_attention
-from gva_jax.attention.layers import Attention, Projection, RMSNorm, apply_rope, check_tokens, default_positions
+from gva_jax.attention.layers import Projection, RMSNorm, apply_rope, check_tokens, default_positions
 from gva_jax.cache import Cache, init_cache
-from gva_jax.config import check_heads, check_rope_dim, check_training_implementation
+from gva_jax.config import check_heads, check_rope_dim, check_training_implementation, check_transforms
 
 
 class MultiHeadAttention(Attention):
     """Causal attention with rotary positions; caches keys and values, `2 G d` scalars per token.
 
-    Attributes:
+    Attributes, beside the transforms of `Attention`:
       num_heads, num_kv_heads, head_dim: H, G, d. G divides H; None is H (MHA), 1 is MQA.
       rope_base: base of the rotary frequencies.
       q_norm, k_norm: RMS-normalise queries, keys over d, before RoPE, with a learned scale.
@@ -47,6 +49,7 @@ class MultiHeadAttention(Attention):
         check_heads(self.num_heads, self._groups, self.head_dim)
         check_rope_dim(None, self.head_dim)
         check_training_implementation(self.training_implementation)
+        check_transforms("gqa", self)
         super().__post_init__()
 
     @property
@@ -57,14 +60,13 @@ class MultiHeadAttention(Attention):
 
     @nn.compact
     def _project(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]):
-        """Rotated queries (B T H d), rotated keys (B T G d), values (B T G d)."""
+        """Rotated queries (B T H d), rotated keys (B T G d), values (B T G w)."""
         check_tokens(x)
         kw = dict(dtype=self.dtype, param_dtype=self.param_dtype)
-        q = Projection((self.num_heads, self.head_dim), name="query", **kw)(x)
+        q, v = self._queries(x), self._values(x)
         k = Projection((self._groups, self.head_dim), name="key", **kw)(x)
-        v = Projection((self._groups, self.head_dim), name="value", **kw)(x)
-        if self.q_norm:
-            q = RMSNorm(name="query_norm", **kw)(q)
+        if self.key_transform == "silu":
+            k = nn.silu(k)
         if self.k_norm:
             k = RMSNorm(name="key_norm", **kw)(k)
         return apply_rope(q, positions, self.rope_base), apply_rope(k, positions, self.rope_base), v
@@ -78,30 +80,36 @@ class MultiHeadAttention(Attention):
         *,
         positions: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
+        mix: Mix = unmixed,
     ) -> Float[Array, "B T D"]:
-        """Training forward, causal. `segment_ids` keep packed documents apart (negative: padding)."""
+        """Training forward, causal. `segment_ids` keep packed documents apart (negative: padding).
+
+        `mix` makes the values that are aggregated from queries, keys and values; see `gva_jax.attention.depth`.
+        """
         q, k, v = self._project(x, default_positions(x, positions))
+        v = mix(q, lambda: k, v)
         how = dict(scale=self.head_dim**-0.5, implementation=self._training())
         y = training_attention(q, k, v, segment_ids=segment_ids, **how)
-        return self._output(y, x.shape[-1])
+        return self._output(y, x, v)
 
     def init_cache(
         self, batch: int, max_length: int, dtype=jnp.bfloat16, layout: str | None = None, **pages
     ) -> Cache:
         """An empty cache; needs no parameters. See `gva_jax.cache.init_cache`, eight-bit dtypes and pages included."""
-        G, d = self._groups, self.head_dim
-        return init_cache(batch, max_length, groups=G, value_dim=d, key_dim=d, dtype=dtype, layout=layout, **pages)
+        widths = dict(value_dim=self.value_width, key_dim=self.head_dim)
+        return init_cache(batch, max_length, groups=self._groups, **widths, dtype=dtype, layout=layout, **pages)
 
     @nn.compact
-    def prefill(self, x: Float[Array, "B T D"], cache: Cache, *, lengths: Int[Array, "B"]):
+    def prefill(self, x: Float[Array, "B T D"], cache: Cache, *, lengths: Int[Array, "B"], mix: Mix = unmixed):
         """Append row b's first `lengths[b]` tokens and attend; outputs past them mean nothing."""
         positions = cache.lengths[:, None] + jnp.arange(x.shape[1])
         q, k, v = self._project(x, positions)
+        v = mix(q, lambda: k, v)
         cache = cache.append(lengths, v, keys=k)
         scale = self.head_dim**-0.5
         y = cached_attention(q, cache, new=lengths, scale=scale, implementation=self.implementation)
-        return self._output(y, x.shape[-1]), cache
+        return self._output(y, x, cache.stored(v)), cache
 
     def cache_size(self) -> int:
         """Scalars per token."""
-        return 2 * self._groups * self.head_dim
+        return self._groups * (self.head_dim + self.value_width)

@@ -1,11 +1,16 @@
-"""Name -> attention family. A new family is one file and one line here."""
+"""Name -> attention family. A new family is one file and one line here.
+
+Transforms have registries of their own, one line each, in `gva_jax.attention.values` and `gva_jax.attention.outputs`.
+"""
 
 import dataclasses
 
 import jax.numpy as jnp
 
+from gva_jax.attention.base import Attention
+from gva_jax.attention.gta import GroupedTiedAttention
 from gva_jax.attention.gva import GroupedValueAttention
-from gva_jax.attention.layers import Attention
+from gva_jax.attention.kv import KeyIsValueAttention
 from gva_jax.attention.mla import LatentAttention
 from gva_jax.attention.multihead import MultiHeadAttention
 from gva_jax.config import AttentionConfig, ConfigError, require
@@ -16,6 +21,9 @@ FAMILIES = {
     "mqa": MultiHeadAttention,
     "mla": LatentAttention,
     "gva": GroupedValueAttention,
+    "keyless": GroupedValueAttention,
+    "kv": KeyIsValueAttention,
+    "gta": GroupedTiedAttention,
 }
 
 
@@ -32,6 +40,10 @@ def build(config: AttentionConfig, *, dtype=jnp.float32, param_dtype=jnp.float32
         require(config.num_kv_heads in (None, config.num_heads), "attention.num_kv_heads", config.num_kv_heads, right)
     if config.family == "mqa":
         require(config.num_kv_heads == 1, "attention.num_kv_heads", config.num_kv_heads, "MQA has one group: must be 1")
+    if config.family == "keyless":
+        right = "Keyless attention is GVA without position in the scores; leave it None, or 0"
+        require(config.rope_dim in (None, 0), "attention.rope_dim", config.rope_dim, right)
+        config = dataclasses.replace(config, rope_dim=0)
     module = FAMILIES[config.family]
     known = {f.name for f in dataclasses.fields(module)}
     for f in dataclasses.fields(config):

@@ -20,8 +20,8 @@ def learning_rate(config: OptimizerConfig, steps: int, peak=None) -> optax.Sched
 
 
 def decayed(params):
-    """Which parameters weight decay shrinks: matrices; norms' scales and the embedding are left out."""
-    kept_out = ("scale", "embedding")
+    """Which parameters weight decay shrinks: matrices; norms' scales, biases and the embedding are left out."""
+    kept_out = ("scale", "bias", "embedding")
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key not in kept_out, params)
 
 

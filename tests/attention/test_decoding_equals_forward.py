@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from variants import VARIANTS, D, inputs, relative, weights
 
-from gva_jax.attention import GroupedValueAttention, gva
+from gva_jax.attention import GroupedValueAttention, rebuilt
 from gva_jax.attention.dispatch import in_chunks, training_attention
 from gva_jax.attention.training import chunked
 from gva_jax.cache import CacheOverflow
@@ -63,7 +63,7 @@ CASES += [(name, *HOW[i % 4]) for i, name in enumerate(n for n in VARIANTS if n 
 @pytest.mark.parametrize(("name", "layout", "implementation"), CASES)
 def test_decoding_equals_the_forward(name, layout, implementation, monkeypatch):
     monkeypatch.setattr(xla, "BLOCK", 60)  # several blocks, the last of which is moved back into the cache
-    monkeypatch.setattr(gva, "REBUILD_BLOCK", 128)
+    monkeypatch.setattr(rebuilt, "REBUILD_BLOCK", 128)
     with jax.enable_x64(True):
         module, variables, x, full = setup(name)
         module = module.clone(implementation=implementation)
@@ -94,7 +94,7 @@ def test_queries_are_cut_into_chunks_without_much_padding(T, chunk):
 
 # ---- what must not leak ----------------------------------------------------------------------------------------------
 
-FAMILIES = ("gqa_norms", "mla", "gva_24", "gva_full", "gva_keyless")
+FAMILIES = ("gqa_norms", "mla", "gva_24", "gva_full", "gva_keyless", "gta", "kv_full")
 T = 12
 DOCUMENTS = (slice(0, 5), slice(5, 9))  # then three positions of padding
 SEGMENTS = jnp.array([0] * 5 + [1] * 4 + [-1] * 3)

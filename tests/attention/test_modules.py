@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 from variants import VARIANTS, D, inputs, relative, weights
 
-from gva_jax.attention import FAMILIES, GroupedValueAttention, LatentAttention, MultiHeadAttention, build
+from gva_jax.attention import (
+    FAMILIES,
+    GroupedTiedAttention,
+    GroupedValueAttention,
+    KeyIsValueAttention,
+    LatentAttention,
+    MultiHeadAttention,
+    build,
+)
 from gva_jax.config import AttentionConfig, ConfigError
 
 B, T = 2, 9
@@ -58,7 +66,13 @@ def expected(module, params, x, positions):
     else:
         r = module.rope_dim
         n = d - (r or 0)
-        if isinstance(module, LatentAttention):
+        if isinstance(module, GroupedTiedAttention):
+            r = d // 2
+            n = d - r
+        if isinstance(module, KeyIsValueAttention):
+            v = of_head(heads(x @ P["value"]["kernel"], d))
+            k = v[..., :n]
+        elif isinstance(module, LatentAttention):
             z = rms_norm(x @ P["latent"]["kernel"], P["latent_norm"]["scale"])
             k, v = heads(z @ P["key_map"], n), heads(z @ P["value_map"], d)
         else:
@@ -108,6 +122,8 @@ PARAMETERS = {
     },
     "gva_keyless": {"query": (D, 128), "value": (D, 64), "key_map": (32, 128), "output": (128, D)},
     "gva_full": {"query": (D, 128), "value": (D, 128), "key_map": (32, 128), "output": (128, D)},
+    "kv_full": {"query": (D, 32), "value": (D, 16), "output": (32, D)},
+    "gta": {"query": (D, 32), "value": (D, 16), "rope_key": (D, 4), "output": (32, D)},
 }  # fmt: skip
 
 
@@ -157,6 +173,7 @@ SIZES = {
     "mha": 2 * 4 * 8, "gqa": 2 * 2 * 8, "mqa": 2 * 8, "gqa_norms": 2 * 2 * 8, "mla": 12 + 4, "mla_keyless": 12,
     "gva_16": 2 * 32 + 16, "gva_24": 32 + 24, "gva_keyless": 2 * 32, "gva_keyless_norm": 2 * 32,
     "gva_full": 4 * 32, "gva_full_norm": 2 * 32,
+    "kv_2": 2 * 8 + 2, "kv_keyless": 2 * 8, "kv_full": 2 * 8, "gta": 2 * 8 + 4,
 }  # fmt: skip
 
 
@@ -194,7 +211,10 @@ def test_cache_size_is_what_is_allocated(name, layout):
         (lambda: LatentAttention(4, latent_dim=0, rope_dim=16), "latent_dim = 0: MLA needs a latent width"),
         (lambda: LatentAttention(4, latent_dim=8), "rope_dim = None: MLA cannot rotate keys"),
         (lambda: LatentAttention(4, head_dim=16, latent_dim=8, rope_dim=16), "rope_dim = 16: must be below"),
+        (lambda: GroupedTiedAttention(4, head_dim=6), "head_dim = 6: GTA rotates half of it: must be a multiple of 4"),
+        (lambda: GroupedTiedAttention(4, rope_dim=16), "rope_dim = 16: GTA rotates half of each head"),
         (lambda: build(AttentionConfig("gpa")), "attention.family = 'gpa': must be one of mha, gqa, mqa, mla, gva"),
+        (lambda: build(AttentionConfig("keyless", rope_dim=16)), "attention.rope_dim = 16: Keyless attention is GVA"),
         (lambda: build(AttentionConfig("mha", 4, 2)), "attention.num_kv_heads = 2: MHA has one group per head"),
         (lambda: build(AttentionConfig("mqa", 4)), "attention.num_kv_heads = None: MQA has one group"),
         (lambda: build(AttentionConfig("gqa", 4, 2, rope_dim=16)), "attention.rope_dim = 16: family 'gqa' has no such"),
@@ -245,6 +265,9 @@ def test_the_registry_builds_each_family_with_its_fields():
             "mqa": dict(num_kv_heads=1, k_norm=True),
             "gqa": dict(num_kv_heads=2, rope_base=500.0),
             "mha": dict(q_norm=True),
+            "keyless": dict(num_kv_heads=2, rope_dim=0, key_init="scale_matched"),
+            "kv": dict(num_kv_heads=2, rope_dim=8),
+            "gta": dict(num_kv_heads=2, q_norm=True),
         }[name]
         module = build(AttentionConfig(name, 4, head_dim=32, **extra), dtype="bfloat16", implementation="reference")
         assert type(module) is FAMILIES[name]

@@ -4,7 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gva_jax.attention import GroupedValueAttention, LatentAttention, MultiHeadAttention
+from gva_jax.attention import (
+    GroupedTiedAttention,
+    GroupedValueAttention,
+    KeyIsValueAttention,
+    LatentAttention,
+    MultiHeadAttention,
+)
 
 D = 24  # model width
 
@@ -21,6 +27,10 @@ def _latent(rope_dim, **kw):
     return lambda **dtypes: LatentAttention(num_heads=3, head_dim=8, latent_dim=12, rope_dim=rope_dim, **kw, **dtypes)
 
 
+def _tied(family, **kw):
+    return lambda **dtypes: family(num_heads=4, num_kv_heads=2, head_dim=8, **kw, **dtypes)
+
+
 VARIANTS = {
     "mha": _heads(None),
     "gqa": _heads(2),
@@ -34,6 +44,10 @@ VARIANTS = {
     "gva_keyless_norm": _gva(0),
     "gva_full": _gva(None, None, q_norm=False, key_init="default"),
     "gva_full_norm": _gva(None),
+    "kv_2": _tied(KeyIsValueAttention, rope_dim=2, q_norm=True),
+    "kv_keyless": _tied(KeyIsValueAttention, rope_dim=0),
+    "kv_full": _tied(KeyIsValueAttention),
+    "gta": _tied(GroupedTiedAttention),
 }
 
 
