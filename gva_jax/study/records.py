@@ -121,7 +121,7 @@ class Records:
 
     def rates(self, study: Study) -> dict[str, tuple[float, ...]]:
         """Each variant's learning rates: the study's, or the best of its search where that has finished."""
-        if study.search is None:
+        if study.learning_rates:
             return dict.fromkeys(study.variants, study.learning_rates)
         trials: dict[str, list[Record | None]] = {}
         for member in study.search_members():

@@ -31,7 +31,7 @@ class Variant:
 
     Attributes:
       config: a whole config, or changes of the study's base by dotted fields: {"model.attention.family": "gqa"}.
-      seeds: of its confirmation, if not the study's. A variant with seeds of its own comes after the others.
+      seeds: of its confirmation, if not the study's; () for none. A variant with seeds of its own comes after the others.
       rates_from: the variant whose learning rate it takes, instead of a search of its own.
       swap: changes of the trained model under which its held-out perplexity is measured once more: an activation
         that it was not trained with. The parameters must stay the same.
@@ -99,8 +99,8 @@ class Study:
       variants: by name, in the order of the tables.
       seeds: of the confirmation; each is the seed of the weights and of the order of the text.
       pairs: (baseline, variant), compared seed by seed.
-      learning_rates: fixed ones, a row each; or
-      search: how they are found.
+      learning_rates: of the confirmations, a row each; without them
+      search: finds one for each variant. With both, the search is there to be reported.
       about: what is asked, for the head of the report.
     """
 
@@ -117,8 +117,9 @@ class Study:
         plain = re.compile(r"[A-Za-z0-9][\w.+=-]*")
         require(bool(plain.fullmatch(self.name)), "study.name", self.name, "must be a plain folder name")
         require(bool(self.variants), "study.variants", dict(self.variants), "must name one or more")
-        one = bool(self.learning_rates) != (self.search is not None)
-        require(one, "study.learning_rates", self.learning_rates, "give fixed ones, or a search, and not both")
+        some = bool(self.learning_rates) or self.search is not None
+        require(some, "study.learning_rates", self.learning_rates, "give fixed ones, or a search for them")
+        require(bool(self.seeds), "study.seeds", self.seeds, "must be one or more numbers")
         self._check_seeds("study.seeds", self.seeds)
         for name, variant in self.variants.items():
             require(bool(plain.fullmatch(name)), "study.variants", name, "must be a plain name: letters, digits, _.+=-")
@@ -141,7 +142,7 @@ class Study:
             require(bool(self.paired_seeds(*pair)), "study.pairs", pair, "must have a seed in common")
 
     def _check_seeds(self, name: str, seeds: tuple[int, ...]) -> None:
-        require(bool(seeds) and len(set(seeds)) == len(seeds), name, seeds, "must be one or more different numbers")
+        require(len(set(seeds)) == len(seeds), name, seeds, "must be different numbers")
         require(all(0 <= seed < 2**31 for seed in seeds), name, seeds, "must be at least 0 and below 2**31")
         fresh = self.search is None or self.search.seed not in seeds
         require(fresh, name, seeds, "must not hold the search's seed: a confirmation is on fresh ones")

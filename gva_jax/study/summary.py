@@ -22,7 +22,8 @@ def summarise(study: Study, records: Records) -> dict[str, Any]:
     """
     found = records.of(study)
     rates = records.rates(study)
-    rows = [_row(study, name, rate, confirmed(found)) for name in study.variants for rate in rates.get(name, (None,))]
+    tried = [name for name in study.variants if study.seeds_of(name)]
+    rows = [_row(study, name, rate, confirmed(found)) for name in tried for rate in rates.get(name, (None,))]
     by_name = {(row["variant"], row["learning_rate"]): row for row in rows}
     pairs = []
     for baseline, variant in study.pairs:
