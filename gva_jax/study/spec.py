@@ -31,7 +31,7 @@ class Variant:
 
     Attributes:
       config: a whole config, or changes of the study's base by dotted fields: {"model.attention.family": "gqa"}.
-      seeds: of its confirmation, if not the study's; () for none. A variant with seeds of its own comes after the others.
+      seeds: of its confirmation, if not the study's; () for none. One with seeds of its own comes after the others.
       rates_from: the variant whose learning rate it takes, instead of a search of its own.
       swap: changes of the trained model under which its held-out perplexity is measured once more: an activation
         that it was not trained with. The parameters must stay the same.
