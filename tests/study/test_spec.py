@@ -36,7 +36,8 @@ def test_members_of_a_seed_read_the_same_text_and_those_of_another_do_not():
 def test_the_search_has_equal_budgets_and_a_seed_of_its_own():
     members = small.searching(1e-2, 2e-2).search_members()
     assert {(m.steps, m.seed) for m in members} == {(4, 1)}
-    assert [(m.variant, m.learning_rate) for m in members] == [("gqa", 1e-2), ("gqa", 2e-2), ("gva", 1e-2), ("gva", 2e-2)]
+    rates = [(member.variant, member.learning_rate) for member in members]
+    assert rates == [("gqa", 1e-2), ("gqa", 2e-2), ("gva", 1e-2), ("gva", 2e-2)]
 
 
 @pytest.mark.parametrize(
@@ -69,8 +70,8 @@ def test_shipped_studies_load_and_build():
         study = spec.load(name)
         assert study.name == name and study.total_updates() > 0
         for variant in study.variants:
-            shapes = jax.eval_shape(Transformer(study.config(variant).model).init, jax.random.key(0), np.zeros((1, 1), int))
-            assert shapes
+            model = Transformer(study.config(variant).model)
+            assert jax.eval_shape(model.init, jax.random.key(0), np.zeros((1, 1), int))
 
 
 def test_a_file_that_is_no_study_is_refused(tmp_path):
@@ -79,7 +80,7 @@ def test_a_file_that_is_no_study_is_refused(tmp_path):
         file.write_text(text)
         with pytest.raises(ConfigError, match=told):
             spec.load(str(file))
-    with pytest.raises(ConfigError, match="shipped are .*gatedv_small"):
+    with pytest.raises(ConfigError, match=r"shipped are .*gatedv_small"):
         spec.load("gatedv_smal")
 
 
