@@ -13,6 +13,7 @@ from gva_jax.study.spec import changed
 REDUCED = {
     "data.source": "prepared:prose",
     "data.max_bytes": None,
+    "model.scan_layers": False,  # unrolled, six layers run faster on a CPU
     "train.steps": 1500,
     "train.eval_every": 50,
     "train.eval_batches": 10,
