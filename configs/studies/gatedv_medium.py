@@ -2,7 +2,7 @@
 of GatedV at two of them. 327,680 updates each. For an accelerator.
 """
 
-from gatedv_small import NONE, SILU
+from _small_studies import NONE, SILU
 
 from gva_jax.config import load
 from gva_jax.study import Search, Study, Variant

@@ -1,26 +1,18 @@
 """GatedV at the small size, reduced: what two CPU cores do in some hours, on 6.8M tokens of general prose.
 
+The text, in the folder where the study is run:
+
     python scripts/prose.py prose.jsonl
     gva prepare jsonl:prose.jsonl --vocab-size 8192 --holdout 0.03 --out prose
-    gva study gatedv_small
+
+Anything else that `--data` names will do, with another result.
 """
+
+from _small_studies import NONE, REDUCED, SILU
 
 from gva_jax.config import load
 from gva_jax.study import Search, Study, Variant
 from gva_jax.study.spec import changed
-
-# Budget and text of the reduced studies; everything else is the config's.
-REDUCED = {
-    "data.source": "prepared:prose",
-    "data.max_bytes": None,
-    "model.scan_layers": False,  # unrolled, six layers run faster on a CPU
-    "train.steps": 1500,
-    "train.eval_every": 50,
-    "train.eval_batches": 10,
-    "train.checkpoint_every": 200,
-}
-
-SILU, NONE = {"model.attention.value_transform": "silu"}, {"model.attention.value_transform": "none"}
 
 
 def study() -> Study:

@@ -1,6 +1,6 @@
 """GatedV at the small size in full: the paper's five pairs, one pass over 40M tokens. For an accelerator."""
 
-from gatedv_small import NONE, SILU
+from _small_studies import NONE, SILU
 
 from gva_jax.config import load
 from gva_jax.study import Search, Study, Variant

@@ -3,7 +3,7 @@
 Two groups of two heads of 32. MLA has GVA's cache, 72 scalars per token and layer; GQA has 128.
 """
 
-from gatedv_small import REDUCED, SILU
+from _small_studies import REDUCED, SILU
 
 from gva_jax.config import load
 from gva_jax.study import Search, Study, Variant

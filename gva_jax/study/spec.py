@@ -211,7 +211,7 @@ def changed(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
 
 def shipped() -> list[str]:
     """Names of the shipped studies."""
-    return sorted(path.stem for path in (configs.configs_folder() / "studies").glob("*.py"))
+    return sorted(path.stem for path in (configs.configs_folder() / "studies").glob("[!_]*.py"))
 
 
 def load(name: str) -> Study:
