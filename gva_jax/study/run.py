@@ -4,15 +4,18 @@ DIR/members/NAME.json    the finished ones; nothing else is needed to go on
 DIR/running/HASH         checkpoints of those that train now, gone when they have finished
 """
 
+import contextlib
 import datetime
+import fcntl
 import hashlib
 import json
 import math
+import os
 import platform
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -83,20 +86,41 @@ def run(
     display.say(f"study {study.name}: {len(finished)} members have finished, in {records.folder}")
     compiled = programs.Programs(corpus.tokenizer.token_bytes())
     deadline = math.inf if limit_seconds is None else time.monotonic() + limit_seconds
-    with StopRequest() as stop, display.task("updates", study.total_updates(), start=done) as task:
+    title = ("updates", study.total_updates(), done)
+    with _alone_in(folder), StopRequest() as stop, display.task(*title) as task:
         limits = _Limits(stop, deadline, limit_members)
+        records = Records(folder)  # again: another process may have finished some before the lock was ours
         while pending := [m for m in every(study, records.rates(study)) if records.get(m) is None]:
             if limits.reached():
                 break
             most = min(together or programs.default_together(), limits.members or len(pending))
             group = _group(pending, most)
-            if not _Training(group, compiled.of(group), study, corpus, folder).finish(
-                records, limits, task.advance, display
-            ):
+            training = _Training(group, compiled.of(group), study, corpus, folder)
+            if not training.finish(records, limits, task.advance, display):
                 break
             if limits.members is not None:
                 limits.members -= len(group)
         return Outcome(not pending, stop.signum)
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock, which the system lets go of when its process dies."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(
+            f"{str(folder)!r}: another process runs this study here; wait, or give another --out"
+        ) from None
+    except OSError as error:
+        told = f"{error.strerror}: must be a folder that can be written to and locked"
+        raise ConfigError(f"{str(folder)!r}: {told}") from error
+    try:
+        yield
+    finally:
+        os.close(lock)
 
 
 def _check(study: Study) -> None:

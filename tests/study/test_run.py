@@ -120,9 +120,9 @@ def test_members_together_equal_the_same_alone(whole, tmp_path, together):
     for name, expected in alone.items():
         steps, losses = zip(*many[name]["curve"], strict=True)
         assert steps == (2, 4, 6)
-        np.testing.assert_allclose(losses, [loss for _, loss in expected["curve"]], rtol=2e-6)
+        np.testing.assert_allclose(losses, [loss for _, loss in expected["curve"]], rtol=1e-5)
         for split in ("development", "heldout"):
-            assert many[name][split].loss == pytest.approx(expected[split].loss, rel=2e-6)
+            assert many[name][split].loss == pytest.approx(expected[split].loss, rel=1e-5)
             assert many[name][split].targets == expected[split].targets
     losses = {name: member["development"].loss for name, member in many.items()}
     assert len(set(losses.values())) == len(losses)  # members differ, so equality above says something
@@ -138,7 +138,7 @@ def test_variants_that_differ_in_initial_values_alone_are_one_program(tmp_path):
     alone = run.run(study, tmp_path / "alone", QUIET, together=1)
     assert alone.complete
     for name, record in Records(tmp_path / "alone").of(study).items():
-        assert records[name].heldout.loss == pytest.approx(record.heldout.loss, rel=2e-6)
+        assert records[name].heldout.loss == pytest.approx(record.heldout.loss, rel=1e-5)
 
 
 def test_a_member_is_what_the_trainer_makes_of_its_config(whole, tmp_path):
@@ -188,6 +188,11 @@ def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path, whole):
     assert not out.exists()
     with pytest.raises(ConfigError, match=r"optimizer\.b1: 0\.9 -> 0\.8"):
         run.run(replace(small.study(), base=changed(small.base(), {"optimizer.b1": 0.8})), whole, QUIET)
+
+
+def test_one_process_at_a_time(tmp_path):
+    with run._alone_in(tmp_path), pytest.raises(ConfigError, match="another process"):
+        run.run(small.study(), tmp_path, QUIET)
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
