@@ -54,7 +54,7 @@ def draw(study: Study, found: Mapping[str, Record], summary: dict, folder: Path)
 
 
 def _figure(lines: Mapping[str, list[dict[int, float]]], start: float, title: str, path: Path) -> Path:
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    figure = Figure(figsize=(7, 5), layout="constrained")
     axes = figure.subplots()
     colours = matplotlib.color_sequences["tab10"]
     for i, (label, (*pairs, average)) in enumerate(lines.items()):
@@ -66,6 +66,6 @@ def _figure(lines: Mapping[str, list[dict[int, float]]], start: float, title: st
         axes.plot(steps, [average[step] for step in steps], color=colour, linewidth=2.4, label=label)
     axes.axhline(0, color="0.5", linewidth=0.8)
     axes.set(title=title, xlabel="updates", ylabel="change in perplexity, %")
-    axes.legend(fontsize="small", frameon=False)
+    figure.legend(loc="outside lower center", ncols=2, fontsize="small", frameon=False)
     figure.savefig(path, dpi=110, metadata={"Software": None})
     return path
