@@ -1,6 +1,6 @@
 """Baseline row of GatedV's medium size: plain multi-head attention, 26,158,464 parameters, 327,680 updates.
 
-SiLU on the values, GatedV itself, is a change of its own; this is the row that it is measured against. The corpus is
+GatedV itself, SiLU on the values, is gatedv_medium_silu; this is the row that it is measured against. The corpus is
 ours: about as many tokens as the paper's 512,000,068, so that the updates make 1.31 passes.
 """
 

@@ -1,6 +1,6 @@
 """Baseline row of GatedV's small size: plain multi-head attention, 2,328,192 parameters.
 
-SiLU on the values, GatedV itself, is a change of its own; this is the row that it is measured against. The corpus is
+GatedV itself, SiLU on the values, is gatedv_small_silu; this is the row that it is measured against. The corpus is
 ours, cut to about the paper's 40,001,310 tokens; the length of the run is ours too: one pass over them.
 """
 

@@ -17,6 +17,7 @@ _WHERE = {
     "calibrate": "model",
     "generate": "decoding",
     "load": "train.checkpoint",
+    "measure_value_moments": "model",
 }
 __all__ = [*sorted(_WHERE), "__version__"]
 

@@ -135,6 +135,22 @@ def generate(args: list[str]) -> None:
     continuations.write(options)
 
 
+def evaluate(args: list[str]) -> None:
+    """Evaluate a run's checkpoint on held-out or development text, as it was trained or with a part swapped.
+
+    Prints loss (nats per token), perplexity and bits per byte of the whole split. `--model.attention.value_transform
+    none` takes SiLU out of a GatedV run, and so on: whatever leaves the parameters and the text as they are can be
+    changed by its dotted name. Prepared corpora and compiled programs (JAX's persistent compilation cache, on by
+    default) are kept in {cache}; GVA_JAX_CACHE names another folder.
+    """
+    from gva_jax.options import EvaluateOptions, parse_with_run
+
+    options = parse_with_run(EvaluateOptions, args, "gva evaluate", _description(evaluate))
+    from gva_jax import evaluate as evaluation
+
+    evaluation.main(options)
+
+
 def info(args: list[str]) -> None:
     """Print a config's parameters, cache and FLOPs; nothing is trained and no parameter is allocated.
 
@@ -191,4 +207,12 @@ def study(args: list[str]) -> int:
     return command.main(options)
 
 
-COMMANDS = {"train": train, "prepare": prepare, "generate": generate, "info": info, "bench": bench, "study": study}
+COMMANDS = {
+    "train": train,
+    "prepare": prepare,
+    "generate": generate,
+    "evaluate": evaluate,
+    "info": info,
+    "bench": bench,
+    "study": study,
+}

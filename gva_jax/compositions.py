@@ -59,5 +59,6 @@ def _keys_stay(family: str, attention: Any) -> str | None:
         return "K=V has no keys of its own: the values are the keys"
     if family in ("mla", "gta", "keyless") or (family == "gva" and attention.rope_dim is not None):
         made = " (with full RoPE, rope_dim = None, they are made)" if family == "gva" else ""
-        return f"keys of {family.upper()} are never made, they are folded into the query{made}"
+        name = "Keyless" if family == "keyless" else family.upper()
+        return f"keys of {name} are never made, they are folded into the query{made}"
     return None

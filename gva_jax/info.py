@@ -7,11 +7,14 @@ FLOPs per token (multiply and add count two; normalisation, softmax and other el
 
 P are the parameters that multiply every token: all matrices of attention, SwiGLU and the output (the embedding counts
 where it is tied: as the output), not the look-up of the embedding. Scores of width k and values of width v are taken
-over the (T + 1)/2 positions that a causal token sees on average. In training k = v = d, but k = d + r in absorbed GVA.
-In decoding k' is the width of what a query meets in the cache, rotary key included, and v' that of the cached value
-(c in MLA). Where GVA rebuilds keys (full RoPE), its key map multiplies every cached token: 2 d^2 L H (S - 1) more.
+over the (T + 1)/2 positions that a causal token sees on average. In training k = d and v = w, but k = w + r in absorbed
+GVA. In decoding k' is the width of what a query meets in the cache, rotary key included, and v' that of the cached
+value (c in MLA). Where GVA rebuilds keys (full RoPE), its key map multiplies every cached token: 2 w d L H (S - 1)
+more. Depth-Attention on GVA makes each layer's own keys, from its first source on: 2 w n H a layer more; what it does
+with them is elementwise. XSA on MLA makes a decoded token's own value: 2 c d L H more.
 
-Letters: T context length, S cached tokens, L layers, H query heads, G groups, d head width, r rotary width.
+Letters: T context length, S cached tokens, L layers, H query heads, G groups, d head width, r rotary width, n = d - r,
+w value width (d unless values are transformed to narrower ones).
 """
 
 import dataclasses
@@ -22,6 +25,9 @@ import jax.numpy as jnp
 from rich.console import Group
 from rich.table import Table
 
+from gva_jax.attention.gva import GroupedValueAttention
+from gva_jax.attention.mla import LatentAttention
+from gva_jax.attention.registry import build
 from gva_jax.cache import Cache
 from gva_jax.config import AttentionConfig, ModelConfig, RunConfig
 from gva_jax.model import Transformer
@@ -68,16 +74,21 @@ _PARTS = {"embedding": "embedding", "attention": "attention", "mlp": "mlp", "une
 
 def _parameters(model: ModelConfig) -> dict[str, int]:
     """Parameters of each part, from shapes alone."""
-    tokens = jax.ShapeDtypeStruct((1, 8), jnp.int32)
-    variables = jax.eval_shape(Transformer(model).init, jax.random.key(0), tokens)
     counts = dict.fromkeys(("embedding", "attention", "mlp", "norms", "output"), 0)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(variables["params"]):
-        names = [key.key for key in path]
+    for names, leaf in _leaves(model):
         norm = any(name.endswith("norm") for name in names)
         counts["norms" if norm else next(_PARTS[name] for name in names if name in _PARTS)] += leaf.size
     if model.tie_embeddings:
         del counts["output"]
     return counts
+
+
+def _leaves(model: ModelConfig) -> list[tuple[list[str], jax.ShapeDtypeStruct]]:
+    """Every parameter's path and shape."""
+    tokens = jax.ShapeDtypeStruct((1, 8), jnp.int32)
+    variables = jax.eval_shape(Transformer(model).init, jax.random.key(0), tokens)
+    leaves = jax.tree_util.tree_leaves_with_path(variables["params"])
+    return [([key.key for key in path], leaf) for path, leaf in leaves]
 
 
 def _caches(model: ModelConfig) -> tuple[Cache, ...]:
@@ -93,20 +104,27 @@ def _per_token(caches: tuple[Cache, ...]) -> tuple[int, int]:
 
 def _flops(config: RunConfig, parameters: dict[str, int], cache: Cache) -> dict[str, int]:
     """FLOPs per token by the formulas of the module."""
-    attention, T = config.model.attention, config.data.context_length
-    per_width = config.model.num_layers * attention.num_heads
+    model, T = config.model, config.data.context_length
+    attention = build(model.attention, parent=None)
     matrices = parameters["attention"] + parameters["mlp"] + parameters.get("output", parameters["embedding"])
+    matrices -= sum(leaf.size for names, leaf in _leaves(model) if names[-1] == "bias")
 
-    d, r = attention.head_dim, attention.rope_dim
-    absorbed = attention.family == "gva" and attention.form == "absorbed" and r is not None
-    forward = 2 * matrices + per_width * (d + (r if absorbed else 0) + d) * (T + 1)
+    is_gva, w = isinstance(attention, GroupedValueAttention), attention.value_width
+    per_width = model.num_layers * attention.num_heads
+    if is_gva and model.depth_sources:
+        n = attention.head_dim - (attention.rope_dim or 0)
+        matrices += (model.num_layers - model.depth_sources[0]) * attention.num_heads * w * n
+    forward = 2 * matrices + per_width * sum(attention.training_widths()) * (T + 1)
 
     groups = cache.values.shape[1]
     width = lambda a: 0 if a is None else a.size // (cache.capacity * (groups if a.ndim == 4 else 1))
-    keys = cache.values if cache.keys is None else cache.keys
-    met = width(keys) + width(cache.rope_keys) + width(cache.values)
-    rebuilt = d * d * (T - 1) if attention.family == "gva" and r is None else 0
-    decode = 2 * matrices + per_width * 2 * (met * T + rebuilt)
+    keys = width(cache.values if cache.keys is None else cache.keys) + width(cache.rope_keys)
+    rebuilt = 0
+    if is_gva and attention.rope_dim is None:
+        keys, rebuilt = attention.head_dim, w * attention.head_dim * (T - 1)
+    if isinstance(attention, LatentAttention) and attention.output_transform == "xsa":
+        matrices += per_width * attention.latent_dim * attention.head_dim
+    decode = 2 * matrices + per_width * 2 * ((keys + width(cache.values)) * T + rebuilt)
     return {"forward": forward, "training": 3 * forward, "decode": decode}
 
 

@@ -3,7 +3,7 @@
 Letters: B batch, T positions, D model width, L layers, vocab the vocabulary size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import flax.linen as nn
@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 from gva_jax.attention.depth import DepthMixer, Own
 from gva_jax.attention.layers import Projection, RMSNorm, normal
 from gva_jax.attention.registry import build
+from gva_jax.attention.values import Moments
 from gva_jax.cache import Cache
 from gva_jax.compat import wide_dtype
 from gva_jax.config import ConfigError, ModelConfig
@@ -239,21 +240,53 @@ def calibrate(model: Transformer, variables, tokens: Int[Array, "B T"]):
     Layer by layer, since a layer's input depends on those before it; see `GroupedValueAttention.calibrate`.
 
     Raises:
-      ConfigError: an attention family whose keys are not read from values.
+      ConfigError: an attention family whose keys are not read from values by a map.
     """
-    config, kw = model.config, _dtypes(model.config)
-    attention, block, norm = build(config.attention, parent=None, **kw), Block(config, parent=None), RMSNorm(**kw)
+    config = model.config
+    attention = build(config.attention, parent=None, **_dtypes(config))
     if not hasattr(attention, "calibrate"):
         raise ConfigError(f"attention.family = {config.attention.family!r}: has no key map to calibrate, gva has")
     flat, variables = unstack(model, variables)
     params = dict(variables["params"])
-    x, earlier = params["embedding"]["embedding"].astype(config.dtype)[tokens], nothing_earlier(config)
-    for i in range(config.num_layers):
-        layer = dict(params[f"layers_{i}"])
-        seen = norm.apply({"params": layer["attention_norm"]}, x)
+    for layer, seen in _layers_and_inputs(config, params, tokens):
         layer["attention"] = attention.calibrate({"params": layer["attention"]}, seen)["params"]
-        params[f"layers_{i}"] = layer
-        x, own = block.apply({"params": layer}, x, None, None, earlier)
-        earlier = and_of(config, i, earlier, own)
     variables = {**variables, "params": params}
     return stack(flat, variables)[1] if config.scan_layers else variables
+
+
+def measure_value_moments(model: Transformer, variables, tokens: Int[Array, "B T"]) -> Moments:
+    """Mean and deviation of projected values, then of their SiLU, over all layers on `tokens`.
+
+    They are the constants of the value transforms `affine_match` and `matched_silu`: measured on freshly initialised
+    variables, they go into the config as `model.attention.value_moments`. One set serves all layers, whose values
+    start at the same scale.
+
+    Raises:
+      ConfigError: MLA, whose values are made behind the cache.
+    """
+    config = model.config
+    if config.attention.family == "mla":
+        raise ConfigError("attention.family = 'mla': has no cached values to measure")
+    attention = build(config.attention, parent=None, **_dtypes(config))
+
+    @jax.jit
+    def of_layers(variables):
+        params = dict(unstack(model, variables)[1]["params"])
+        layers = _layers_and_inputs(config, params, tokens)
+        return jnp.stack([attention.measure_values({"params": layer["attention"]}, seen) for layer, seen in layers])
+
+    mean, deviation = of_layers(variables).reshape(-1, 2, 2).transpose(2, 0, 1)  # each (L, 2): of v, of SiLU(v)
+    pooled = mean.mean(0)
+    spread = jnp.sqrt((deviation**2 + (mean - pooled) ** 2).mean(0))
+    return tuple(float(x) for pair in zip(pooled, spread, strict=True) for x in pair)
+
+
+def _layers_and_inputs(config: ModelConfig, params: dict, tokens: Int[Array, "B T"]) -> Iterator[tuple[dict, Array]]:
+    """Each layer's parameters, which may be replaced in place, and what its attention then sees; layers unstacked."""
+    block, norm = Block(config, parent=None), RMSNorm(**_dtypes(config))
+    x, earlier = params["embedding"]["embedding"].astype(config.dtype)[tokens], nothing_earlier(config)
+    for i in range(config.num_layers):
+        layer = params[f"layers_{i}"] = dict(params[f"layers_{i}"])
+        yield layer, norm.apply({"params": layer["attention_norm"]}, x)
+        x, own = block.apply({"params": layer}, x, None, None, earlier)
+        earlier = and_of(config, i, earlier, own)

@@ -9,7 +9,7 @@ import re
 import typing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -28,6 +28,19 @@ class TrainOptions:
 @dataclass(frozen=True)
 class InfoOptions:
     config: _Config
+    # Print the figures as JSON.
+    json: _Flag = False
+
+
+@dataclass(frozen=True)
+class EvaluateOptions:
+    config: _Config
+    # Folder of the run: the first argument, before all options.
+    run: tyro.conf.Suppress[str] = ""
+    # Which documents: heldout or development.
+    split: Literal["heldout", "development"] = "heldout"
+    # Checkpoint to evaluate. None: the newest.
+    step: int | None = None
     # Print the figures as JSON.
     json: _Flag = False
 
@@ -154,6 +167,21 @@ def parse_with_config(options: type, args: list[str], prog: str, description: st
         print(f"`{prog} CONFIG --help` lists every option, with the defaults of that config.")
         raise SystemExit(0)
     default = options(config=load(args[at]))
+    return parse(options, args[:at] + args[at + 1 :], f"{prog} {args[at]}", description, default)
+
+
+def parse_with_run(options: type, args: list[str], prog: str, description: str) -> Any:
+    """The same where the first plain argument is a run's folder, whose config the options start from."""
+    at = next((i for i, arg in enumerate(args) if not arg.startswith("-")), None)
+    if at is None:
+        if not {"--help", "-h"} & set(args):
+            raise ConfigError(f"{prog} needs a RUN, the folder that `gva train` named at its end")
+        print(f"usage: {prog} RUN [--model.attention.value_transform none ...]\n\n{description}\n")
+        print(f"`{prog} RUN --help` lists every option, with that run's config as defaults.")
+        raise SystemExit(0)
+    from gva_jax.train.checkpoint import read_config
+
+    default = options(config=read_config(args[at]), run=args[at])
     return parse(options, args[:at] + args[at + 1 :], f"{prog} {args[at]}", description, default)
 
 

@@ -25,6 +25,14 @@ from gva_jax.model import Transformer
         ("gva_350m", 340_968_448 - 24 * (196_608 - 64)),
         ("gva_350m_r24", 340_968_448 + 24 * (-1024 * 4 * 64 + 16 * 64 * 40 + 1024 * 24 + 64)),
         ("gva_350m_baseline", 340_968_448 + 24 * (-1024 * 4 * 64 + 16 * 64 * 64)),
+        # The variants of the medium size: Wg is D x G; D x G d; and three maps of width 258 = 6 x 43 for two of 384.
+        ("gatedv_small_silu", 2_328_192),
+        ("gatedv_medium_silu", 26_158_464),
+        ("gatedv_medium_tanh_gate", 26_158_464),
+        ("gatedv_medium_headwise_g2", 26_186_112),
+        ("gatedv_medium_full_glu", 27_927_936),
+        ("gatedv_medium_reduced_glu", 26_186_112),
+        ("gva_350m_silu", 340_968_448 - 24 * (196_608 - 64)),
     ],
 )
 def test_parameters(name, parameters):
@@ -42,6 +50,9 @@ def test_parameters(name, parameters):
         ("mla_350m", 272, 0.53125),
         ("gqa_350m", 512, 1.0),
         ("gatedv_small", 256, 1.0),
+        ("gatedv_medium_silu", 768, 1.0),
+        ("gatedv_medium_reduced_glu", 6 * (64 + 43), 107 / 128),
+        ("gva_350m_silu", 272, 0.53125),
     ],
 )
 def test_cache(name, scalars, ratio):
@@ -53,7 +64,7 @@ def test_cache(name, scalars, ratio):
     assert figures["cache_scalars_per_token"] == scalars * layers
     assert figures["cache_bytes_per_token_per_layer"] == scalars * width
     assert figures["cache_bytes_per_token"] == scalars * width * layers
-    assert figures["gqa_cache_bytes_per_token"] == scalars * width * layers / ratio
+    assert figures["gqa_cache_bytes_per_token"] == round(scalars * width * layers / ratio)
 
 
 def test_cache_bytes_are_those_of_the_arrays_and_follow_their_dtype(monkeypatch):
@@ -121,10 +132,27 @@ KINDS = {
     "gqa": AttentionConfig(family="gqa", num_heads=4, num_kv_heads=2, head_dim=16, q_norm=True, k_norm=True),
     "mqa": AttentionConfig(family="mqa", num_heads=4, num_kv_heads=1, head_dim=16),
     "mla": AttentionConfig(family="mla", num_heads=4, head_dim=16, latent_dim=24, rope_dim=8),
+    "mla xsa": AttentionConfig(
+        family="mla", num_heads=4, head_dim=16, latent_dim=24, rope_dim=8, output_transform="xsa"
+    ),
     "mla r=0": AttentionConfig(family="mla", num_heads=4, head_dim=16, latent_dim=24, rope_dim=0),
     "gva": AttentionConfig(family="gva", num_heads=4, num_kv_heads=2, head_dim=16, rope_dim=8, q_norm=True),
     "gva r=0": AttentionConfig(family="gva", num_heads=4, num_kv_heads=2, head_dim=16, rope_dim=0),
     "gva full RoPE": AttentionConfig(family="gva", num_heads=4, num_kv_heads=2, head_dim=16, rope_dim=None),
+    "gva full RoPE, reduced GLU": AttentionConfig(
+        family="gva", num_heads=4, num_kv_heads=2, head_dim=16, rope_dim=None, value_transform="reduced_glu"
+    ),
+    "gva, reduced GLU, gated": AttentionConfig(
+        family="gva", num_heads=4, num_kv_heads=2, head_dim=16, rope_dim=8, value_transform="reduced_glu",
+        output_transform="elementwise_g1",
+    ),
+    "gqa, gate of the state": AttentionConfig(
+        family="gqa", num_heads=4, num_kv_heads=2, head_dim=16, value_transform="state_gate", output_transform="xsa"
+    ),
+    "keyless": AttentionConfig(family="keyless", num_heads=4, num_kv_heads=2, head_dim=16),
+    "kv": AttentionConfig(family="kv", num_heads=4, num_kv_heads=2, head_dim=16, rope_dim=4),
+    "kv full RoPE": AttentionConfig(family="kv", num_heads=4, num_kv_heads=2, head_dim=16),
+    "gta": AttentionConfig(family="gta", num_heads=4, num_kv_heads=2, head_dim=16),
     "gva materialised": AttentionConfig(
         family="gva", num_heads=4, num_kv_heads=2, head_dim=16, rope_dim=8, form="materialised"
     ),

@@ -7,8 +7,16 @@ import jax.numpy as jnp
 import pytest
 import readme
 
-from gva_jax import GroupedValueAttention, LatentAttention, MultiHeadAttention, config
+from gva_jax import (
+    GroupedTiedAttention,
+    GroupedValueAttention,
+    KeyIsValueAttention,
+    LatentAttention,
+    MultiHeadAttention,
+    config,
+)
 from gva_jax.cli import COMMANDS
+from gva_jax.compositions import CHOICES
 from gva_jax.options import TrainOptions, option_names
 
 
@@ -36,6 +44,8 @@ def test_the_module_example(capsys):
         ("r = 24", GroupedValueAttention(num_heads=16, num_kv_heads=4, rope_dim=24)),
         ("`rope_dim=0`, `None`", GroupedValueAttention(num_heads=16, num_kv_heads=4, rope_dim=0)),
         ("`rope_dim=0`, `None`", GroupedValueAttention(num_heads=16, num_kv_heads=4, rope_dim=None)),
+        ("K=V, r = 16", KeyIsValueAttention(num_heads=16, num_kv_heads=4, rope_dim=16)),
+        ("tied, r = d/2", GroupedTiedAttention(num_heads=16, num_kv_heads=4)),
     ],
 )
 def test_the_table_of_cache_sizes(row, module):
@@ -43,6 +53,13 @@ def test_the_table_of_cache_sizes(row, module):
     cache = module.init_cache(batch=1, max_length=128, dtype=jnp.bfloat16)
     assert line.split("|")[-2].strip() == f"{cache.nbytes // cache.capacity:,}"
     assert cache.nbytes // cache.capacity == 2 * module.cache_size()
+
+
+def test_the_table_of_transforms_names_all_of_them():
+    named = readme.TEXT.partition("### Transforms")[2].partition("## ")[0]
+    for field, names in CHOICES.items():
+        assert f"`{field}`" in named
+        assert all(f"| `{name}` |" in named for name in names if name != "none")
 
 
 def test_commands_options_configs_and_files_that_are_named_exist():

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from gva_jax.attention.layers import STD, Projection, RMSNorm
 from gva_jax.attention.outputs import OUTPUT_TRANSFORMS
-from gva_jax.attention.values import VALUE_TRANSFORMS, gaussian_rms, silu
+from gva_jax.attention.values import VALUE_TRANSFORMS, gaussian_rms, measure, silu
 from gva_jax.cache import Cache
 
 
@@ -55,18 +55,23 @@ class Attention(nn.Module, kw_only=True):
         return RMSNorm(name="query_norm", **kw)(q) if self.q_norm else q
 
     @nn.compact
+    def _projected_values(self, x: Float[Array, "B T D"]) -> Float[Array, "B T G w"]:
+        """Before their transform."""
+        kw = dict(dtype=self.dtype, param_dtype=self.param_dtype)
+        return Projection((self._groups, self.value_width), name="value", **kw)(x)
+
+    @nn.compact
     def _values(self, x: Float[Array, "B T D"]) -> Float[Array, "B T G w"]:
         """As they are cached and aggregated."""
         kw = dict(dtype=self.dtype, param_dtype=self.param_dtype)
-        v = Projection((self._groups, self.value_width), name="value", **kw)(x)
-        transform = VALUE_TRANSFORMS[self.value_transform]
-        return transform(moments=self.value_moments, name="value_transform", **kw)(x, v)
+        transform = VALUE_TRANSFORMS[self.value_transform](moments=self.value_moments, name="value_transform", **kw)
+        return transform(x, self._projected_values(x))
 
     @nn.compact
     def _output(
-        self, y: Float[Array, "B T H w"], x: Float[Array, "B T D"], v: Float[Array, "B T G w"]
+        self, y: Float[Array, "B T H w"], x: Float[Array, "B T D"], v: Float[Array, "B T G w"] | None
     ) -> Float[Array, "B T D"]:
-        """Of the heads' outputs; `x` and `v` are the tokens' own inputs and cached values."""
+        """Of the heads' outputs; `x` and `v` are the tokens' own inputs and cached values (only XSA reads these)."""
         kw = dict(dtype=self.dtype, param_dtype=self.param_dtype)
         y = OUTPUT_TRANSFORMS[self.output_transform](name="output_transform", **kw)(x, y, v)
         y = y.reshape(*y.shape[:2], -1)
@@ -85,6 +90,10 @@ class Attention(nn.Module, kw_only=True):
         """sigma_V, of the transformed value."""
         transform = VALUE_TRANSFORMS[self.value_transform](moments=self.value_moments, parent=None)
         return transform.rms(STD * math.sqrt(D), self.head_dim)
+
+    def measure_values(self, variables, x: Float[Array, "B T D"]) -> Float[Array, "4"]:
+        """Mean and standard deviation of v = x Wv, then of SiLU(v): what `value_moments` takes, on inputs `x`."""
+        return measure(self.apply(variables, x, method="_projected_values"))
 
     # ---- decoding ----------------------------------------------------------------------------------------------------
 

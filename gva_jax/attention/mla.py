@@ -127,10 +127,11 @@ class LatentAttention(Attention):
             jnp.einsum("BTHn,cHn->BTHc", q, key_map), cache, q_rope=q_rope, new=lengths,
             scale=self.head_dim**-0.5, implementation=self.implementation,
         )  # fmt: skip
-        # The own value in the same way as the output, so that the two are the same bits where a token sees only itself.
-        own = jnp.broadcast_to(cache.stored(z[:, :, None]), y.shape)
-        y, v = (jnp.einsum("BTHc,cHd->BTHd", a, value_map) for a in (y, own))
-        return self._output(y, x, v), cache
+        make = lambda z: jnp.einsum("BTHc,cHd->BTHd", z, value_map)
+        v = None
+        if self.output_transform == "xsa":  # made as the output is: the same bits where a token sees only itself
+            v = make(jnp.broadcast_to(cache.stored(z[:, :, None]), y.shape))
+        return self._output(make(y), x, v), cache
 
     def cache_size(self) -> int:
         """Scalars per token."""

@@ -27,7 +27,7 @@ class OutputTransform(nn.Module):
     param_dtype: jnp.dtype = jnp.float32
 
     def __call__(
-        self, x: Float[Array, "B T D"], y: Float[Array, "B T H w"], v: Float[Array, "B T G w"]
+        self, x: Float[Array, "B T D"], y: Float[Array, "B T H w"], v: Float[Array, "B T G w"] | None
     ) -> Float[Array, "B T H w"]:
         """From a layer's inputs, outputs of heads and the tokens' own values, as they are cached."""
         return y

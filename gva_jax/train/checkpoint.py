@@ -110,6 +110,11 @@ class Checkpoints:
         """The newest saved step."""
         return self._manager.latest_step()
 
+    @property
+    def steps(self) -> list[int]:
+        """All saved steps."""
+        return sorted(self._manager.all_steps())
+
     def save(self, state: TrainState, iterator) -> None:
         """Write in the background, under the state's step; `iterator` is the Grain iterator that feeds the run.
 

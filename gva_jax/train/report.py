@@ -81,4 +81,4 @@ def next_commands(config: RunConfig, report: Report) -> list[str]:
 
 
 def _value_only(config: RunConfig) -> bool:
-    return config.model.attention.family in ("gva", "mla")
+    return config.model.attention.family not in ("mha", "gqa", "mqa")
