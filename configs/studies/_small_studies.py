@@ -4,7 +4,7 @@
 REDUCED = {
     "data.source": "prepared:prose",
     "data.max_bytes": None,
-    "model.scan_layers": False,  # unrolled, six layers run faster on a CPU
+    "model.scan_layers": False,  # unrolled, as in quickstart
     "train.steps": 1500,
     "train.eval_every": 50,
     "train.eval_batches": 10,

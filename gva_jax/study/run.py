@@ -202,7 +202,7 @@ class _Training:
             losses = self._read(step - 1, pending)
             pending = metrics["loss"]
             figures = f"{self._title} {step:,}/{options.steps:,}"
-            advance(count, figures if losses is None else f"{figures}  loss {np.nanmean(losses):.3f}")
+            advance(count, figures if losses is None else f"{figures}  loss {losses.mean():.3f}")
             if due(options.eval_every) or step == options.steps:
                 self._measure(step, state.params)
             position.seconds = before + time.monotonic() - since
