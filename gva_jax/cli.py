@@ -230,6 +230,24 @@ def bench(args: list[str]) -> None:
     benchmark.main(args, _description(bench))
 
 
+def study(args: list[str]) -> int:
+    """Compare variants on paired seeds: `gva study STUDY`.
+
+    STUDY is a file that defines study(), or the name of a shipped one. Each variant's learning rate is searched on the
+    development split, or fixed; confirmations on fresh seeds start from the same weights, read the same batches, and
+    alone see the held-out split. DIR receives a small JSON file for each finished member, report.md, figures and CSV.
+
+    An interrupted study, or one that was limited, goes on when the same command is given again; finished members are
+    not run again, also where only their JSON files are there. A study that lacks a run says so and has no mean of it.
+    """
+    from gva_jax.options import StudyOptions, parse
+
+    options = parse(StudyOptions, args, "gva study", _description(study))
+    from gva_jax.study import command
+
+    return command.main(options)
+
+
 COMMANDS = {
     "train": train,
     "prepare": prepare,
@@ -237,4 +255,5 @@ COMMANDS = {
     "evaluate": evaluate,
     "info": info,
     "bench": bench,
+    "study": study,
 }

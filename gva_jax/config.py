@@ -412,7 +412,7 @@ def load(name: str | os.PathLike) -> RunConfig:
         path = configs_folder() / f"{path.name}.py"
     if not path.is_file():
         raise ConfigError(f"config {str(name)!r}: no such file or shipped config; shipped are {', '.join(shipped())}")
-    module = _import_file(path)
+    module = import_file(path)
     if not isinstance(getattr(module, "config", None), types.FunctionType):
         raise ConfigError(f"config {str(path)!r}: must define a function config() that returns a RunConfig")
     try:
@@ -426,7 +426,7 @@ def load(name: str | os.PathLike) -> RunConfig:
     return config
 
 
-def _import_file(path: Path) -> types.ModuleType:
+def import_file(path: Path) -> types.ModuleType:
     """Run a config file; its folder is importable meanwhile, so that a variant can import its base."""
     spec = importlib.util.spec_from_file_location(f"gva_jax_config_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)

@@ -120,6 +120,35 @@ class PrepareOptions:
         require(positive, "shard_megabytes", self.shard_megabytes, "must be above 0")
 
 
+@dataclass(frozen=True)
+class StudyOptions:
+    # A file that defines study(), or the name of a shipped study.
+    study: tyro.conf.PositionalMetavarFromFieldName[tyro.conf.Positional[str]]
+    # Folder of records and report. None: studies/NAME.
+    out: str | None = None
+    # Train on this source of text instead of the study's (prepared:DIR, jsonl:GLOB, ...).
+    data: str | None = None
+    # Members that train as one program, at most. None: 1 on CPUs, 8 a device elsewhere.
+    together: int | None = None
+    # Stop at a checkpoint after so many seconds; the same command goes on.
+    limit_seconds: float | None = None
+    # Stop when so many members have finished; the same command goes on.
+    members: int | None = None
+    # Train nothing: write the report from what there is.
+    report: _Flag = False
+    # Train nothing: print the members, and what they would cost.
+    plan: _Flag = False
+    # Print the figures as JSON.
+    json: _Flag = False
+
+    def __post_init__(self):
+        require(self.together is None or self.together >= 1, "together", self.together, "must be 1 or more")
+        require(self.limit_seconds is None or self.limit_seconds > 0, "limit_seconds", self.limit_seconds,
+                "must be above 0")  # fmt: skip
+        require(self.members is None or self.members >= 1, "members", self.members, "must be 1 or more")
+        require(not (self.report and self.plan), "plan", self.plan, "give it or --report, not both")
+
+
 def parse(options: type, args: list[str], prog: str, description: str, default: Any = None) -> Any:
     """An instance of the dataclass `options` from command-line arguments. `--help` prints and raises SystemExit."""
     _check_names(args, option_names(options))

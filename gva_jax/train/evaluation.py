@@ -50,16 +50,27 @@ def evaluate(
     stopped: Callable[[], bool] = lambda: False,
 ) -> Evaluation | None:
     """Run `eval_step` over `batches` (the first `most` of them, if given). None if it was `stopped()` between two."""
+    sums = totals(eval_step, params, batches, lambda batch: put(batch, mesh), most, stopped)
+    return None if sums is None else evaluation(sums)
+
+
+def totals(
+    eval_step: Callable, params, batches: Iterable, put: Callable, most: int = 0, stopped: Callable = lambda: False
+) -> np.ndarray | None:
+    """The sum of what `eval_step(params, put(batch))` returns, in float64; None if it was stopped."""
     sums, pending = np.zeros(3, np.float64), None
     for i, batch in enumerate(batches):
         if most and i == most:
             break
         if stopped():
             return None
-        current = eval_step(params, put(batch, mesh))
+        current = eval_step(params, put(batch))
         if pending is not None:
-            sums += np.asarray(pending, np.float64)  # while the device works on the current one
+            sums = sums + np.asarray(pending, np.float64)  # while the device works on the current one
         pending = current
-    if pending is not None:
-        sums += np.asarray(pending, np.float64)
+    return sums if pending is None else sums + np.asarray(pending, np.float64)
+
+
+def evaluation(sums: np.ndarray) -> Evaluation:
+    """From `totals` of one model, (3,)."""
     return Evaluation(nats=float(sums[0]), targets=round(sums[1]), bytes=round(sums[2]))

@@ -8,9 +8,12 @@ from gva_jax.train.guard import guarded
 from gva_jax.train.zclip import zclip
 
 
-def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Warm up over the first `config.warmup` share of `steps`, then decay to `config.final_ratio` of the peak."""
-    peak, warmup = config.learning_rate, round(config.warmup * steps)
+def learning_rate(config: OptimizerConfig, steps: int, peak=None) -> optax.Schedule:
+    """Warm up over the first `config.warmup` share of `steps`, then decay to `config.final_ratio` of the peak.
+
+    `peak` (it may be traced) replaces `config.learning_rate`.
+    """
+    peak, warmup = config.learning_rate if peak is None else peak, round(config.warmup * steps)
     decay = optax.cosine_decay_schedule(peak, max(steps - warmup, 1), alpha=config.final_ratio)
     if not warmup:
         return decay
@@ -24,10 +27,13 @@ def decayed(params):
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key not in kept_out, params)
 
 
-def make(config: OptimizerConfig, steps: int) -> optax.GradientTransformationExtraArgs:
-    """The optimiser of a run of `steps` steps. Its `update` takes the step's `loss` too; see `guard.guarded`."""
+def make(config: OptimizerConfig, steps: int, peak=None) -> optax.GradientTransformationExtraArgs:
+    """The optimiser of a run of `steps` steps; `peak` as in `learning_rate`.
+
+    Its `update` takes the step's `loss` too; see `guard.guarded`.
+    """
     adamw = optax.adamw(
-        learning_rate(config, steps),
+        learning_rate(config, steps, peak),
         b1=config.b1,
         b2=config.b2,
         eps=config.eps,

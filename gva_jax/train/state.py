@@ -22,7 +22,8 @@ class TrainState:
     rng: jax.Array
 
 
-def _create(model: Transformer, optimizer: optax.GradientTransformation, seed: int) -> TrainState:
+def initial(model: Transformer, optimizer: optax.GradientTransformation, seed) -> TrainState:
+    """The state at step 0. Equal seeds give parameters of equal path and shape equal draws. `seed` may be traced."""
     init_key, run_key = jax.random.split(jax.random.key(seed))
     params = model.init(init_key, jnp.zeros((1, 1), jnp.int32))["params"]
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), jax.random.key_data(run_key))
@@ -30,7 +31,7 @@ def _create(model: Transformer, optimizer: optax.GradientTransformation, seed: i
 
 def abstract(model: Transformer, optimizer: optax.GradientTransformation, seed: int, mesh: Mesh) -> TrainState:
     """Shapes, dtypes and declared shardings of a run's state; allocates nothing."""
-    shapes = jax.eval_shape(lambda: _create(model, optimizer, seed))
+    shapes = jax.eval_shape(lambda: initial(model, optimizer, seed))
     shardings = sharding.state_shardings(shapes, model.config, mesh)
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
@@ -44,4 +45,4 @@ def create(model: Transformer, optimizer: optax.GradientTransformation, seed: in
     """The state at step 0, made in its place on the mesh: no device ever holds all of it."""
     out = shardings(abstract(model, optimizer, seed, mesh))
     with jax.set_mesh(mesh):
-        return jax.jit(lambda: _create(model, optimizer, seed), out_shardings=out)()
+        return jax.jit(lambda: initial(model, optimizer, seed), out_shardings=out)()

@@ -45,15 +45,13 @@ def check_attention(model: Transformer, abstract_state: TrainState, batch_shape:
         jax.eval_shape(lambda params, batch: token_losses(model, params, batch), abstract_state.params, batch)
 
 
-def make_train_step(
+def train_function(
     model: Transformer,
     optimizer: optax.GradientTransformationExtraArgs,
     schedule: optax.Schedule,
-    abstract_state: TrainState,
-    mesh: Mesh,
     accumulation: int = 1,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
-    """`step(state, batch) -> (state, metrics)`; the old state is donated.
+    """`step(state, batch) -> (state, metrics)`, a pure function.
 
     The batch is worked through in `accumulation` micro-batches. Their gradients are summed with the whole batch's count
     of targets as denominator, so padding that is spread unevenly changes nothing.
@@ -98,7 +96,20 @@ def make_train_step(
         x = x.reshape(x.shape[0] // accumulation, accumulation, x.shape[1]).swapaxes(0, 1)
         return sharding.constrain(x, None, "batch", "sequence")
 
+    return step
+
+
+def make_train_step(
+    model: Transformer,
+    optimizer: optax.GradientTransformation,
+    schedule: optax.Schedule,
+    abstract_state: TrainState,
+    mesh: Mesh,
+    accumulation: int = 1,
+) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
+    """`train_function` compiled for a mesh; the old state is donated."""
     declared = states.shardings(abstract_state)
+    step = train_function(model, optimizer, schedule, accumulation)
     return _on(
         mesh,
         jax.jit(
@@ -114,9 +125,7 @@ def _loss_dtype(model: Transformer):
     return jnp.promote_types(model.config.dtype, jnp.float32)
 
 
-def make_eval_step(
-    model: Transformer, abstract_state: TrainState, mesh: Mesh, token_bytes: np.ndarray
-) -> Callable[[dict, Batch], jax.Array]:
+def eval_function(model: Transformer, token_bytes: np.ndarray) -> Callable[[dict, Batch], jax.Array]:
     """`step(params, batch) -> (3,)`: nats, targets and bytes of text in the batch. `token_bytes` is (vocab,)."""
 
     def step(params, batch: Batch):
@@ -125,8 +134,15 @@ def make_eval_step(
         text = jnp.where(counted, jnp.asarray(token_bytes)[batch["targets"]], 0)
         return jnp.stack([nats, counted.sum().astype(nats.dtype), text.sum().astype(nats.dtype)])
 
-    declared = states.shardings(abstract_state).params
-    inputs = (declared, sharding.batch_sharding(mesh))
+    return step
+
+
+def make_eval_step(
+    model: Transformer, abstract_state: TrainState, mesh: Mesh, token_bytes: np.ndarray
+) -> Callable[[dict, Batch], jax.Array]:
+    """`eval_function` compiled for a mesh."""
+    step = eval_function(model, token_bytes)
+    inputs = (states.shardings(abstract_state).params, sharding.batch_sharding(mesh))
     return _on(mesh, jax.jit(step, in_shardings=inputs, out_shardings=NamedSharding(mesh, P())))
 
 

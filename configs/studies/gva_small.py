@@ -1,0 +1,56 @@
+"""GVA against GQA at a small size, with and without SiLU on the values; text and budget as in gatedv_small.
+
+Two groups of two heads of 32. MLA has GVA's cache, 72 scalars per token and layer; GQA has 128.
+"""
+
+from _small_studies import REDUCED, SILU
+
+from gva_jax.config import load
+from gva_jax.study import Search, Study, Variant
+from gva_jax.study.spec import changed
+
+_A = "model.attention."
+_GQA = {_A + "family": "gqa", _A + "num_kv_heads": 2}
+_FULL_ROPE = {_A + "family": "gva", _A + "num_kv_heads": 2}
+_MATCHED = {_A + "q_norm": True, _A + "key_init": "scale_matched"}
+
+
+def _gva(r: int) -> dict:
+    return {**_FULL_ROPE, **_MATCHED, _A + "rope_dim": r}
+
+
+def study() -> Study:
+    once = lambda changes, rates: Variant(changes, seeds=(201,), rates_from=rates)
+    return Study(
+        name="gva_small",
+        about="Grouped value attention (72 scalars of cache per token and layer at r = 8) against grouped-query "
+        "attention (128), each with and without SiLU on the values: 6 layers, width 128, 4 heads of 32 in 2 groups. "
+        "The other rows on the first seed, at a learning rate found for the row beside them.",
+        base=changed(load("gatedv_small"), REDUCED),
+        variants={
+            "gqa": Variant(_GQA),
+            "gqa_silu": Variant(_GQA | SILU),
+            "gva_r8": Variant(_gva(8)),
+            "gva_r8_silu": Variant(_gva(8) | SILU),
+            "gva_baseline": once(_FULL_ROPE, "gqa"),
+            "gva_scale_matched": once(_FULL_ROPE | _MATCHED, "gva_r8"),
+            "gva_r16": once(_gva(16), "gva_r8"),
+            "gva_r24": once(_gva(24), "gva_r8"),
+            "gva_r16_silu": once(_gva(16) | SILU, "gva_r8_silu"),
+            "mla": once({_A + "family": "mla", _A + "latent_dim": 64, _A + "rope_dim": 8}, "gqa"),
+        },
+        seeds=(201, 202, 203),
+        pairs=(
+            ("gqa", "gqa_silu"),
+            ("gqa", "gva_r8"),
+            ("gqa", "gva_r8_silu"),
+            ("gva_r8", "gva_r8_silu"),
+            ("gqa_silu", "gva_r8_silu"),
+            ("gva_baseline", "gva_scale_matched"),
+            ("gqa", "gva_r16"),
+            ("gqa", "gva_r24"),
+            ("gqa", "gva_r16_silu"),
+            ("gqa", "mla"),
+        ),
+        search=Search((1.2e-3, 2.4e-3, 4.8e-3), seed=1, steps=400),
+    )
