@@ -393,7 +393,8 @@ def test_a_shard_that_breaks_in_the_middle_ends_the_run_in_one_line_behind_a_who
 ):
     run = tiny_run(tmp_path)
     shutil.copytree(prepare(run.data, run.model.vocab_size, QUIET).folder, tmp_path / "corpus")
-    data = replace(run.data, source=f"prepared:{tmp_path / 'corpus'}")
+    # Four epochs of this small text are read at once: a few batches.
+    data = replace(run.data, source=f"prepared:{tmp_path / 'corpus'}", batch_size=32, context_length=128)
     run = replace(run, data=data, train=TrainConfig(steps=500, checkpoint_every=3))
     opened, source, save = [], Corpus.source, Checkpoints.save
 
