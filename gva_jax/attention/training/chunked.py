@@ -12,8 +12,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from gva_jax.attention.training.common import KEPT
 from gva_jax.compat import wide_dtype
 
 CHUNK = 512  # queries whose scores are in memory at once
@@ -62,7 +64,7 @@ def _forward(q, k, v, segment_ids, scale):
         y = jnp.einsum("BGRS,BGSd->BGRd", (p / total).astype(v.dtype), v[:, :, : at.stop])
         outputs.append(y.reshape(*q.shape[:3], -1, v.shape[3]))
         log_sums.append(m + jnp.log(total))
-    y = jnp.concatenate(outputs, axis=3)
+    y, log_sums = checkpoint_name((jnp.concatenate(outputs, axis=3), log_sums), KEPT)
     return y, (q, k, v, segment_ids, y, log_sums)
 
 

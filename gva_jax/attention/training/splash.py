@@ -12,10 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jaxtyping import Array, Float, Int
 
-from gva_jax.attention.training.common import pad_tokens, without_padding
+from gva_jax.attention.training.common import KEPT, pad_tokens, without_padding
 
 LANES = 128
 BLOCK = 512  # positions of queries and of keys a tile, fewer where T is shorter
@@ -42,10 +43,44 @@ def attention(
     size = -(-T // block) * block
     q = (q.astype(jnp.float32) * scale).astype(q.dtype)
     q, k, v, ids = pad_tokens(size, q, k, v, ids)
-    kernel = _kernel(size, q.shape[2], block, interpret)
-    ids = None if ids is None else splash.SegmentIds(q=ids, kv=ids)
-    y = jax.vmap(kernel)(*(x.swapaxes(1, 2) for x in (q, k, v)), ids)
-    return without_padding(y.swapaxes(1, 2)[:, :T], segment_ids)
+    y = _folded((size, q.shape[2], block, interpret), *(x.swapaxes(1, 2) for x in (q, k, v)), ids)
+    return without_padding(y[:, :T].reshape(*q.shape[:1], T, q.shape[2], -1), segment_ids)
+
+
+def _run(key, q, k, v, ids):
+    return jax.vmap(_kernel(*key))(q, k, v, None if ids is None else splash.SegmentIds(q=ids, kv=ids))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _folded(key, q: Float[Array, "B H T dk"], k, v, ids) -> Float[Array, "B T H*dv"]:
+    """The kernel `_kernel(*key)`. Its output is also what its gradient needs, and is kept as it is returned: one row of
+    all heads a token, since a minor axis of dv = 64 occupies 128 lanes, twice the memory in every layer.
+    """
+    return _fold(_run(key, q, k, v, ids))
+
+
+def _forward(key, q, k, v, ids):
+    y, pull = jax.vjp(lambda *operands: _run(key, *operands, ids), q, k, v)
+    folded = checkpoint_name(_fold(y), KEPT)
+    leaves, tree = jax.tree.flatten(pull)
+    known = lambda leaf: any(leaf is x for x in (q, k, v)) or not jnp.issubdtype(leaf.dtype, jnp.floating)
+    leaves = [None if x is y else x if known(x) else checkpoint_name(x, KEPT) for x in leaves]  # the log-sum-exp
+    return folded, (jax.tree.unflatten(tree, leaves), folded)
+
+
+def _backward(key, kept, dy):
+    pull, folded = kept
+    unfold = lambda x: x.reshape(*x.shape[:2], key[1], -1).swapaxes(1, 2)
+    pull = jax.tree.map(lambda leaf: unfold(folded) if leaf is None else leaf, pull, is_leaf=lambda x: x is None)
+    return *pull(unfold(dy)), None
+
+
+_folded.defvjp(_forward, _backward)
+
+
+def _fold(y):
+    """(B, H, T, dv) to (B, T, H dv)."""
+    return y.swapaxes(1, 2).reshape(y.shape[0], y.shape[2], -1)
 
 
 @functools.cache
