@@ -123,7 +123,7 @@ class Topology:
             return nbytes / self.chip.link
         together = len(hosts) // count
         foreign = nbytes * gathered / (gathered - 1) * (count - 1) / count / together
-        return max(foreign / self.chip.network, nbytes / self.chip.link if together > 1 else 0)
+        return max(foreign / self.chip.network, (nbytes - foreign) / self.chip.link)
 
     def _closes(self, axis: int, covered: int) -> bool:
         """Whether that many chips along an axis of the torus form a ring."""

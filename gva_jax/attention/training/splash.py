@@ -41,10 +41,12 @@ def attention(
     T, ids = q.shape[1], segment_ids
     block = min(BLOCK, -(-T // LANES) * LANES)
     size = -(-T // block) * block
-    q = (q.astype(jnp.float32) * scale).astype(q.dtype)
+    B, _, H, _ = q.shape
     q, k, v, ids = pad_tokens(size, q, k, v, ids)
-    y = _folded((size, q.shape[2], block, interpret), *(x.swapaxes(1, 2) for x in (q, k, v)), ids)
-    return without_padding(y[:, :T].reshape(*q.shape[:1], T, q.shape[2], -1), segment_ids)
+    q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+    q = (q.astype(jnp.float32) * scale).astype(q.dtype)  # after the transposition: its gradient's is not float32's
+    y = _folded((size, H, block, interpret), q, k, v, ids)
+    return without_padding(y[:, :T].reshape(B, T, H, -1), segment_ids)
 
 
 def _run(key, q, k, v, ids):
