@@ -137,11 +137,11 @@ def break_even(config: RunConfig, products: int) -> float | None:
 
 
 def activations(program: hlo.Program) -> int:
-    """Bytes that loops of the forward pass stack, a slice a trip: the arrays that their bodies update in place."""
+    """Bytes that loops over layers stack in the forward pass, a slice a trip: what their bodies update in place."""
     total = 0
     for computation in program.computations.values():
         for loop in computation.ops.values():
-            if loop.opcode != "while" or "transpose(" in loop.source or "jvp(" not in loop.source:
+            if loop.opcode != "while" or "transpose(" in loop.source or "jvp(Transformer" not in loop.source:
                 continue
             trips = program.trips(computation, loop)
             body = program.computations[re.search(r"body=%([\w.\-]+)", loop.attributes).group(1)]

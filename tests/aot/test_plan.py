@@ -39,24 +39,21 @@ def needs(target):
 
 def test_tpus(tmp_path):
     needs("v5e")
-    plans, code, progress = plan(tmp_path, "v5e:2x2", "fsdp=2,tensor=2")
+    plans, code, progress = plan(tmp_path, "v5e:2x2", "fsdp=4")
     assert code == 0 and "compiling" in progress
     (one,) = plans
-    assert one["mesh"] == {"data": 1, "fsdp": 2, "tensor": 2, "context": 1} and one["fits"]
+    assert one["mesh"] == {"data": 1, "fsdp": 4, "tensor": 1, "context": 1} and one["fits"]
     assert one["attention"] == one["real_attention"] == "splash"
     # A flash kernel's forward pass runs once a layer though layers are rematerialised.
     assert one["kernel_calls"] == {"splash_mha_fwd": L, "splash_mha_dq": L, "splash_mha_dkv": L}
-    shared = D * r  # the rotated key is made on both devices of the tensor axis, as is the norms' state
-    again = MATRICES - F * D
-    assert one["flops"]["matmul"] == 2 * B * T * (
-        L * (3 * MATRICES + again) + 3 * V * D + L * 4 * shared
-    ) / 4, one["flops"]  # fmt: skip
+    again = MATRICES - F * D  # all that a layer multiplies but the last product, which no gradient needs
+    assert one["flops"]["matmul"] == 2 * B * T * (L * (3 * MATRICES + again) + 3 * V * D) / 4
     tiles, block = 3, 512  # 640 positions are two blocks of 512
     pairs = B * H * tiles * block * block / 4
     widths = (d + r + d) + (2 * (d + r) + d) + (2 * (d + r) + 2 * d)
     assert one["flops"]["attention_kernels"] == 2 * L * pairs * widths
-    assert one["memory"]["padding"] >= 0 and one["memory"]["temporaries"] > one["memory"]["activations"] > 0
-    assert set(one["bytes_over"]) <= {"fsdp", "tensor", "fsdp x tensor"} and one["bytes_over"]["fsdp"] > 0
+    assert one["memory"]["padding"] > 0 and one["memory"]["temporaries"] > 0
+    assert one["bytes_over"].keys() == {"fsdp"} and one["bytes_over"]["fsdp"] > 0
     assert one["bound"] == max(one["seconds"].values()) > 0 and 0 < one["mfu"] < 1
 
 
