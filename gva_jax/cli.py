@@ -206,6 +206,22 @@ def info(args: list[str]) -> None:
         Display().show(info_module.table(options.config, figures))
 
 
+def plan(args: list[str]) -> int:
+    """Compile a config's training step for devices that are not here: memory, FLOPs, network, least step time.
+
+    `gva plan CONFIG --topology v5e:16x16 [--mesh data=2,fsdp=128 ...]`. Meshes are sorted by the lower bound on their
+    step time, which is what FLOPs, HBM or the network need at least, whichever is longest; nothing is measured. The
+    exit status is 0 if one of the meshes fits the devices' memory, 1 if none does, 2 for bad input. Compilers come with
+    the extra `aot`. Compiled programs are kept in {cache}/plan; GVA_JAX_CACHE names another folder.
+    """
+    from gva_jax import plan as plan_package
+
+    plan_package.environment()
+    from gva_jax.options import PlanOptions, parse_with_config
+
+    return plan_package.main(parse_with_config(PlanOptions, args, "gva plan", _description(plan)))
+
+
 def bench(args: list[str]) -> None:
     """Measure attention variants side by side: `gva bench decode`, `gva bench train CONFIG CONFIG ...`.
 
@@ -254,6 +270,7 @@ COMMANDS = {
     "generate": generate,
     "evaluate": evaluate,
     "info": info,
+    "plan": plan,
     "bench": bench,
     "study": study,
 }

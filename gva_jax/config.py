@@ -143,7 +143,8 @@ class ModelConfig:
     dropout: float = 0.0
     # Scan over stacked layers (compile time independent of depth) rather than unrolling them.
     scan_layers: bool = True
-    # What the backward pass recomputes: nothing, all but matrix products' results, or whole layers.
+    # What the backward pass recomputes: nothing, all but matrix products' results, or whole layers; never what
+    # splash or chunked attention returned.
     remat: Literal["none", "dots", "full"] = "none"
     # Activations. Softmax, norms' statistics and logits are float32 whatever this says.
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"

@@ -14,13 +14,18 @@ from jaxtyping import Array, Float, Int
 from gva_jax.attention.depth import DepthMixer, Own
 from gva_jax.attention.layers import Projection, RMSNorm, normal
 from gva_jax.attention.registry import build
+from gva_jax.attention.training.common import KEPT
 from gva_jax.attention.values import Moments
 from gva_jax.cache import Cache
 from gva_jax.compat import wide_dtype
 from gva_jax.config import ConfigError, ModelConfig
 from gva_jax.sharding import constrain
 
-REMAT_POLICIES = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "full": None}
+# What the forward pass keeps. Attention's own result is among it, so that a flash kernel does not run again: it is what
+# is dearest to compute again, of the width of one activation.
+_KEPT = jax.checkpoint_policies.save_only_these_names(KEPT)
+_DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+REMAT_POLICIES = {"dots": jax.checkpoint_policies.save_from_both_policies(_DOTS, _KEPT), "full": _KEPT}
 
 
 def _dtypes(config: ModelConfig) -> dict:
@@ -134,6 +139,13 @@ class Transformer(nn.Module):
         segment_ids: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T vocab"]:
         """Training forward: float32 logits (float64 in float64 models)."""
+        return self._logits(self._layers(tokens, positions, segment_ids))
+
+    def hidden(self, tokens, positions=None, segment_ids=None) -> Float[Array, "B T D"]:
+        """The same up to what the output matrix multiplies; see `output_matrix`."""
+        return self.final_norm(self._layers(tokens, positions, segment_ids))
+
+    def _layers(self, tokens, positions, segment_ids) -> Float[Array, "B T D"]:
         table = constrain(self.embedding.embedding.astype(self.config.dtype), "vocab", None)
         x = constrain(jnp.take(table, tokens, axis=0), "batch", "sequence", None)
         if self.config.scan_layers:
@@ -143,7 +155,13 @@ class Transformer(nn.Module):
             for i, layer in enumerate(self.layers):
                 x, own = layer(x, positions, segment_ids, earlier)
                 earlier = and_of(self.config, i, earlier, own)
-        return self._logits(x)
+        return x
+
+    def output_matrix(self, params) -> Float[Array, "vocab D"]:
+        """What `hidden` is multiplied with, in the parameters' dtype."""
+        if self.config.tie_embeddings:
+            return params["embedding"]["embedding"]
+        return params["unembedding"]["kernel"].T
 
     def _logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T vocab"]:
         x = self.final_norm(x)

@@ -59,6 +59,23 @@ class EvaluateOptions:
 
 
 @dataclass(frozen=True)
+class PlanOptions:
+    config: _Config
+    # Devices to compile for: a TPU slice by its torus (v5e:16x16, v6e:16x16, v5p:4x4x8, tpu7x:4x4x4) or NVIDIA GPUs by
+    # hosts x GPUs a host (h100:8x8, h200:1x8, b200:1x8, a100:1x8).
+    topology: str = ""
+    # A mesh to plan for: AXIS=DEVICES,... such as data=2,fsdp=8; data takes what the others leave. Repeat it for
+    # several, which are sorted. Default: the config's own, if it names one, and a handful more.
+    mesh: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    # An option of XLA's for the compilation: NAME=VALUE. Repeat it for several.
+    xla: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    # Compile anew rather than take what an equal program compiled to before.
+    fresh: _Flag = False
+    # Print the figures as JSON.
+    json: _Flag = False
+
+
+@dataclass(frozen=True)
 class GenerateOptions:
     # Folder of the run, as `gva train` printed it.
     run: tyro.conf.PositionalMetavarFromFieldName[tyro.conf.Positional[str]]

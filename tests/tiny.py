@@ -1,5 +1,7 @@
 """A model of toy size for tests, and weights under which every part of it matters."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,11 @@ ATTENTION = {
     "mla": AttentionConfig("mla", 4, head_dim=8, latent_dim=12, rope_dim=4),
 }
 F64 = {"dtype": "float64", "param_dtype": "float64"}
+
+
+def replaced(family, **kw):
+    """An attention config of toy size with other fields."""
+    return dataclasses.replace(ATTENTION[family], **kw)
 
 
 def make(family="gva", **kw):

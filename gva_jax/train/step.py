@@ -13,24 +13,16 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from gva_jax import sharding
 from gva_jax.model import Transformer
 from gva_jax.train import guard
 from gva_jax.train import state as states
+from gva_jax.train.losses import summed_loss
 from gva_jax.train.state import TrainState
 
 Batch = dict[str, Int[Array, "B T"]]
-
-
-def token_losses(model: Transformer, params, batch: Batch, rngs=None) -> Float[Array, "B T"]:
-    """Negative log-likelihood of each target in nats, 0 where it is padding."""
-    logits = model.apply(
-        {"params": params}, batch["inputs"], positions=batch["positions"], segment_ids=batch["segment_ids"], rngs=rngs
-    )
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
-    return jnp.where(batch["segment_ids"] > 0, losses, 0)
 
 
 def check_attention(model: Transformer, abstract_state: TrainState, batch_shape: tuple[int, int], mesh: Mesh) -> None:
@@ -42,7 +34,7 @@ def check_attention(model: Transformer, abstract_state: TrainState, batch_shape:
     parts = ("inputs", "targets", "segment_ids", "positions")
     batch = {name: jax.ShapeDtypeStruct(batch_shape, jnp.int32) for name in parts}
     with jax.set_mesh(mesh):
-        jax.eval_shape(lambda params, batch: token_losses(model, params, batch), abstract_state.params, batch)
+        jax.eval_shape(lambda params, batch: summed_loss(model, params, batch), abstract_state.params, batch)
 
 
 def train_function(
@@ -70,7 +62,7 @@ def train_function(
         def micro(carry, piece):
             i, batch = piece
             rngs = {"dropout": jax.random.fold_in(key, i)} if model.config.dropout else None
-            share = lambda params: token_losses(model, params, batch, rngs).sum() / targets
+            share = lambda params: summed_loss(model, params, batch, rngs) / targets
             return jax.tree.map(jnp.add, carry, jax.value_and_grad(share)(state.params)), None
 
         if accumulation == 1:
@@ -129,7 +121,7 @@ def eval_function(model: Transformer, token_bytes: np.ndarray) -> Callable[[dict
     """`step(params, batch) -> (3,)`: nats, targets and bytes of text in the batch. `token_bytes` is (vocab,)."""
 
     def step(params, batch: Batch):
-        nats = token_losses(model, params, batch).sum()
+        nats = summed_loss(model, params, batch)
         counted = batch["segment_ids"] > 0
         text = jnp.where(counted, jnp.asarray(token_bytes)[batch["targets"]], 0)
         return jnp.stack([nats, counted.sum().astype(nats.dtype), text.sum().astype(nats.dtype)])

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jaxtyping import Array, Float, Int
 
@@ -42,7 +43,6 @@ def attention(
 ) -> Float[Array, "B T H dv"]:
     """See `gva_jax.attention.dispatch.training_attention`."""
     T, ids = q.shape[1], segment_ids
-    q = (q.astype(jnp.float32) * scale).astype(q.dtype)
     if shard is None:
         block = min(BLOCK, -(-T // LANES) * LANES)
         size = -(-T // block) * block
@@ -52,8 +52,43 @@ def attention(
         block = next(size for size in range(BLOCK, 0, -LANES) if T % size == 0)
         mine = segment_ids = None if ids is None else shard.own(ids)
         key, index = (k.shape[1], q.shape[2], block, shard.count, interpret), shard.index
-    y = _run(key, *(x.swapaxes(1, 2) for x in (q, k, v)), mine, ids, index)
-    return without_padding(y.swapaxes(1, 2)[:, :T], segment_ids)
+    B, _, H, _ = q.shape
+    q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+    q = (q.astype(jnp.float32) * scale).astype(q.dtype)  # after the transposition: its gradient's is not float32's
+    y = _folded(key, q, k, v, mine, ids, index)
+    return without_padding(y[:, :T].reshape(B, T, H, -1), segment_ids)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _folded(key, q: Float[Array, "B H T dk"], k, v, mine, ids, index) -> Float[Array, "B T H*dv"]:
+    """The kernel `_kernel(*key)`. Its output is also what its gradient needs, and is kept as it is returned: one row of
+    all heads a token, since a minor axis of dv = 64 occupies 128 lanes, twice the memory in every layer.
+    """
+    return _fold(_run(key, q, k, v, mine, ids, index))
+
+
+def _forward(key, q, k, v, mine, ids, index):
+    y, pull = jax.vjp(lambda *operands: _run(key, *operands, mine, ids, index), q, k, v)
+    folded = checkpoint_name(_fold(y), KEPT)
+    leaves, tree = jax.tree.flatten(pull)
+    known = lambda leaf: any(leaf is x for x in (q, k, v)) or not jnp.issubdtype(leaf.dtype, jnp.floating)
+    leaves = [None if x is y else x if known(x) else checkpoint_name(x, KEPT) for x in leaves]  # the log-sum-exp
+    return folded, (jax.tree.unflatten(tree, leaves), folded)
+
+
+def _backward(key, kept, dy):
+    pull, folded = kept
+    unfold = lambda x: x.reshape(*x.shape[:2], key[1], -1).swapaxes(1, 2)
+    pull = jax.tree.map(lambda leaf: unfold(folded) if leaf is None else leaf, pull, is_leaf=lambda x: x is None)
+    return *pull(unfold(dy)), None, None, None
+
+
+_folded.defvjp(_forward, _backward)
+
+
+def _fold(y):
+    """(B, H, T, dv) to (B, T, H dv)."""
+    return y.swapaxes(1, 2).reshape(y.shape[0], y.shape[2], -1)
 
 
 def _run(key, q, k, v, mine, ids, index):
