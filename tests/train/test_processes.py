@@ -16,7 +16,6 @@ from processes import HERE, Job, environment, free_address
 from gva_jax import cli, compat, distributed
 from gva_jax.config import ConfigError, MeshConfig
 from gva_jax.train.checkpoint import Checkpoints
-from gva_jax.train.state import TrainState
 from gva_jax.watch import Beat, judge
 
 # ---- who the others are ----------------------------------------------------------------------------------------------
@@ -272,40 +271,36 @@ class _Position:
         pass
 
 
-def test_two_processes_of_four_devices_equal_one_of_eight(tmp_path):
+@pytest.mark.parametrize(
+    ("dtype", "steps", "within"),
+    [("float64", 20, 1e-9), pytest.param("float32", 1, 1e-6, marks=pytest.mark.long)],
+)
+def test_two_processes_of_four_devices_equal_one_of_eight(tmp_path, dtype, steps, within):
     """Losses, and checkpoints both ways: the processes begin with what one process saved, and save what it restores."""
-    mesh = MeshConfig(data=2, fsdp=2, tensor=2)
-    run, single = {}, {}
-    for name, change in (("float32", lambda run: run), ("float64", tiny.float64)):
-        with jax.enable_x64(name == "float64"):
-            run[name] = change(tiny.config(mesh=mesh))
-            it = tiny.Run(run[name])
-            begin = Checkpoints(tmp_path / name, keep=2)
-            begin.save(it.state, _Position())
-            begin.wait()
-            begin.close()
-            losses = [m["loss"] for m in it.advance(20 if name == "float64" else 1)]
-            single[name] = losses, jax.tree.map(np.asarray, it.state)
+    run = tiny.config(mesh=MeshConfig(data=2, fsdp=2, tensor=2), dtype=dtype, param_dtype=dtype)
+    with jax.enable_x64(dtype == "float64"):
+        it = tiny.Run(run)
+        begin = Checkpoints(tmp_path, keep=2)
+        begin.save(it.state, _Position())
+        begin.wait()
+        begin.close()
+        losses = [m["loss"] for m in it.advance(steps)]
 
-    address = free_address()
-    commands = ([str(HERE / "equal_process.py"), address, str(i), str(tmp_path)] for i in range(2))
-    with Job(tmp_path, *commands, JAX_ENABLE_X64="1") as job:
-        ends = job.end()
-    assert [e.code for e in ends] == [0, 0], ends
-    for ended in ends:
-        found = json.loads(ended.out.splitlines()[-1])
-        np.testing.assert_allclose(found["float64"], single["float64"][0], rtol=1e-9, atol=0)
-        assert found["float32"] == pytest.approx(single["float32"][0], rel=1e-6)
-    assert single["float64"][0][-1] < 0.9 * single["float64"][0][0]
+        address = free_address()
+        commands = ([str(HERE / "equal_process.py"), address, str(i), str(tmp_path), dtype, str(steps)] for i in (0, 1))
+        with Job(tmp_path, *commands, JAX_ENABLE_X64=str(int(dtype == "float64"))) as job:
+            ends = job.end()
+        assert [e.code for e in ends] == [0, 0], ends
+        for ended in ends:
+            np.testing.assert_allclose(json.loads(ended.out.splitlines()[-1]), losses, rtol=within, atol=0)
+        assert steps == 1 or losses[-1] < 0.9 * losses[0]  # it has learnt, so the comparison is not one of constants
 
-    with jax.enable_x64(True):
-        it = tiny.Run(run["float64"])
-        theirs = Checkpoints(tmp_path / "float64")
-        assert theirs.latest == 20
-        restored: TrainState = theirs.restore(it.abstract, _Position())
+        theirs = Checkpoints(tmp_path)
+        assert theirs.latest == steps
+        restored = theirs.restore(it.abstract, _Position())
         theirs.close()
-        close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-7, atol=1e-10)
-        jax.tree.map(close, jax.tree.map(np.asarray, restored), single["float64"][1])
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=100 * within, atol=10 * within)
+    jax.tree.map(close, jax.tree.map(np.asarray, restored), jax.tree.map(np.asarray, it.state))
 
 
 # ---- a whole run, disturbed ------------------------------------------------------------------------------------------
@@ -382,7 +377,7 @@ def test_a_run_stopped_then_killed_and_resumed_alone_goes_on_exactly(tmp_path):
 
     # One process with all devices goes on, to the losses of a run that it makes undisturbed.
     alone = subprocess.run(
-        [sys.executable, "-c", ALONE, "train", "config.py"], cwd=tmp_path, text=True, capture_output=True, timeout=200,
+        [sys.executable, "-c", ALONE, "train", "config.py"], cwd=tmp_path, text=True, capture_output=True, timeout=600,
         env=environment(tmp_path, devices=8, JAX_ENABLE_X64="1"),
     )  # fmt: skip
     assert alone.returncode == 0, alone.stderr[-3000:]
