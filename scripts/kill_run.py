@@ -262,8 +262,8 @@ python scripts/kill_run.py --steps {steps} --kills {kills} --seed {seed} --out d
 {day}, Python {python}, jax {jax}, one CPU device. A model of two layers and width 32 with dropout, {steps} steps, a
 checkpoint every 10, an evaluation every 20; every part is a process of its own, the command `gva train`, and the same
 one each time. Moments are drawn from the seed: at any time after the launch, when a step has been logged, when an
-evaluation has begun, when the temporary folder of a checkpoint is there. Seconds are
-after the launch. Exit codes below 0 are deaths by that signal.
+evaluation has begun, when the temporary folder of a checkpoint is there. Exit codes below 0 are deaths by that signal;
+seconds are from the launch.
 
 {table}
 
