@@ -14,7 +14,7 @@ from gva_jax.attention.registry import build
 from gva_jax.config import AttentionConfig, DataConfig, ModelConfig, RunConfig, load, shipped
 from gva_jax.info import describe, matching_gqa, training_flops
 from gva_jax.model import Transformer
-from gva_jax.train.step import token_losses
+from gva_jax.train.losses import summed_loss
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_training_flops_are_the_traced_programs_without_recomputation(kind, mode
     transformer, tokens = Transformer(config.model), jnp.zeros((B, T), jnp.int32)
     params = jax.eval_shape(transformer.init, jax.random.key(0), tokens)["params"]
     batch = {"inputs": tokens, "targets": tokens, "positions": tokens, "segment_ids": tokens + 1}
-    counted = matmul_flops(jax.grad(lambda params: token_losses(transformer, params, batch).sum()), params)
+    counted = matmul_flops(jax.grad(lambda params: summed_loss(transformer, params, batch)), params)
     width, _ = build(KINDS[kind], parent=None).training_widths()
     again = config.model.num_layers * 4 * 2 * width * T
     assert counted - B * T * again == B * T * training_flops(config)

@@ -12,7 +12,8 @@ from test_training_attention import BF16, Case, choice, cotangent, expected, mea
 from variants import relative
 
 from gva_jax import sharding
-from gva_jax.attention.dispatch import attention_from, training_attention, with_shared
+from gva_jax.attention.dispatch import attention_from, training_attention
+from gva_jax.attention.layers import joined
 from gva_jax.attention.training import chunked, splash
 from gva_jax.config import ConfigError, MeshConfig
 
@@ -73,7 +74,7 @@ def test_values_as_keys_beside_one_rotary_key(mesh):
             lambda q, v, k_rope: training_attention(q, None, v, k_rope=k_rope, segment_ids=ids, scale=case.scale),
             q, v, k_rope,
         )  # fmt: skip
-    whole = with_shared(v, k_rope)
+    whole = joined(v, k_rope)
     y, dq, dk, dv = expected(q, whole, v, ids, cotangent(found[0]), case.scale)
     truth = y, dq, dv + dk[..., :16], dk[..., 16:].sum(2)
     assert all(relative(a, b) < 4e-6 for a, b in zip(found, truth, strict=True))
