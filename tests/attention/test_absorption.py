@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from variants import inputs, weights
 
-from gva_jax.attention import GroupedValueAttention, gva
+from gva_jax.attention import GroupedValueAttention
+from gva_jax.attention.training import chunked
 
 D, d, G, B, T = 16, 32, 2, 2, 6
 F64, F32, BF16 = (jnp.dtype(t) for t in ("float64", "float32", "bfloat16"))
@@ -33,14 +34,14 @@ def tolerance(dtype) -> float:
 
 def measure(module, variables, x, into):
     """Scores of all pairs, outputs, and gradients w.r.t. every parameter and the input, as `module` computes them."""
-    operands, attend = [], gva.training_attention
+    operands, attend = [], chunked.attention
 
-    def spy(q, k, v, **kw):
+    def spy(q, k, v, *args, **kw):
         operands.append((q, k, kw["scale"]))
-        return attend(q, k, v, **kw)
+        return attend(q, k, v, *args, **kw)
 
     def loss(variables, x):
-        with mock.patch.object(gva, "training_attention", spy):
+        with mock.patch.object(chunked, "attention", spy):
             y = module.apply(variables, x)
         q, k, scale = operands.pop()
         q = q.reshape(B, T, k.shape[2], -1, q.shape[-1])
@@ -137,13 +138,13 @@ def test_a_broken_absorption_exceeds_every_tolerance(broken):
 
 
 def test_full_rope_makes_one_key_per_head_whatever_the_form():
-    seen, attend = [], gva.training_attention
+    seen, attend = [], chunked.attention
 
-    def spy(q, k, v, **kw):
+    def spy(q, k, v, *args, **kw):
         seen.append((k.shape, v.shape))
-        return attend(q, k, v, **kw)
+        return attend(q, k, v, *args, **kw)
 
-    with jax.enable_x64(True), mock.patch.object(gva, "training_attention", spy):
+    with jax.enable_x64(True), mock.patch.object(chunked, "attention", spy):
         variables, x = weights(make(2, None, True, F64), D), inputs(B, T, D)
         seen.clear()
         run = lambda v, x: [make(2, None, True, F64, form).apply(v, x) for form in ("absorbed", "materialised")]
