@@ -86,7 +86,8 @@ def test_a_file_that_is_no_study_is_refused(tmp_path):
 
 def test_a_folder_of_the_study_is_not_in_its_way(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "gva_small").mkdir()
+    for name in ("gva_small", "gatedv_small"):  # its own, and that of the config it changes
+        (tmp_path / name).mkdir()
     assert spec.load("gva_small").name == "gva_small"
 
 
