@@ -409,7 +409,7 @@ def shipped() -> list[str]:
 def load(name: str | os.PathLike) -> RunConfig:
     """Load a config by the path of its file or by the name of a shipped one (`quickstart`)."""
     path = Path(name)
-    if path.suffix != ".py" and not path.exists():
+    if path.suffix != ".py" and not path.is_file():
         path = configs_folder() / f"{path.name}.py"
     if not path.is_file():
         raise ConfigError(f"config {str(name)!r}: no such file or shipped config; shipped are {', '.join(shipped())}")

@@ -221,7 +221,7 @@ def load(name: str) -> Study:
       ConfigError: no such file, or one that defines no `study() -> Study`.
     """
     path = Path(name)
-    if path.suffix != ".py" and not path.exists():
+    if path.suffix != ".py" and not path.is_file():  # a folder of that name may hold its records
         path = configs.configs_folder() / "studies" / f"{path.name}.py"
     if not path.is_file():
         raise ConfigError(f"study {str(name)!r}: no such file or shipped study; shipped are {', '.join(shipped())}")

@@ -84,6 +84,13 @@ def test_a_file_that_is_no_study_is_refused(tmp_path):
         spec.load("gatedv_smal")
 
 
+def test_a_folder_of_the_study_is_not_in_its_way(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("gva_small", "gatedv_small"):  # its own, and that of the config it changes
+        (tmp_path / name).mkdir()
+    assert spec.load("gva_small").name == "gva_small"
+
+
 def test_other_text_is_that_of_every_variant():
     whole = changed(small.base(), small.GQA)
     study = small.study(variants={"gqa": Variant(whole), "gva": Variant()})
