@@ -60,9 +60,10 @@ def attention(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _folded(key, q: Float[Array, "B H T dk"], k, v, mine, ids, index) -> Float[Array, "B T H*dv"]:
-    """The kernel `_kernel(*key)`. Its output is also what its gradient needs, and is kept as it is returned: one row of
-    all heads a token, since a minor axis of dv = 64 occupies 128 lanes, twice the memory in every layer.
+def _folded(key, q: Float[Array, "B H T dk"], k, v, mine, ids, index) -> Float[Array, "B T _"]:
+    """The kernel `_kernel(*key)`, (B, T, H dv). Its output is also what its gradient needs, and is kept as it is
+    returned: one row of all heads a token, since a minor axis of dv = 64 occupies 128 lanes, twice the memory in every
+    layer.
     """
     return _fold(_run(key, q, k, v, mine, ids, index))
 
