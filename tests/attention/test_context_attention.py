@@ -15,6 +15,7 @@ from gva_jax import sharding
 from gva_jax.attention.dispatch import attention_from, training_attention
 from gva_jax.attention.layers import joined
 from gva_jax.attention.training import chunked, splash
+from gva_jax.attention.training.common import KEPT
 from gva_jax.config import ConfigError, MeshConfig
 
 R = 8  # width of the rotary key
@@ -95,6 +96,23 @@ def test_only_what_keys_are_read_from_is_gathered():
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
     gathered = [line for line in text.splitlines() if "all_gather" in line]
     assert len(gathered) == 1 and "tensor<2x32x12xf32>" in gathered[0]
+
+
+def test_each_pass_gathers_once_and_attends_once(how):
+    """Also in a layer that keeps nothing but attention's result."""
+    q, k, v, ids = operands(Case(256, 4, 2, 24, 16, True))
+    attend = functools.partial(training_attention, segment_ids=ids, scale=0.3, **how)
+    loss = lambda q, k, v: jnp.sin(attend(jnp.cos(q), jnp.cos(k), jnp.cos(v))).sum()
+    kept = jax.checkpoint_policies.save_only_these_names(KEPT)
+    with on(context=2):
+        traced = [
+            str(jax.make_jaxpr(jax.grad(f, (0, 1, 2)))(q, k, v)) for f in (loss, jax.checkpoint(loss, policy=kept))
+        ]
+        again = str(jax.make_jaxpr(jax.grad(jax.checkpoint(loss), (0, 1, 2)))(q, k, v))
+    attention = "pallas_call" if how["implementation"] == "splash" else "= cond["
+    for text in traced:
+        assert text.count("= all_gather[") == 4 and text.count("= reduce_scatter[") == 2  # keys, values
+        assert text.count(attention) == traced[0].count(attention) < again.count(attention)
 
 
 # ---- which implementation --------------------------------------------------------------------------------------------

@@ -48,7 +48,6 @@ COVER = [  # (data, fsdp, tensor, context)
     ("mla", (2, 1, 2, 2)),
     ("mha", (2, 2, 2, 1)),
     ("gva_materialised", (2, 2, 2, 1)),
-    ("gva_keyless", (1, 1, 1, 8)),
 ]
 REST = sorted(
     {*itertools.product(FAMILIES, [(2, 2, 2, 1), (2, 2, 1, 2), (1, 2, 1, 4), (1, 1, 2, 4), (2, 1, 2, 2), (1, 1, 1, 8)])}
