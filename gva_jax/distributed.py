@@ -333,13 +333,16 @@ def end_all(message: str, code: int, *, everyone: bool = False, without: Iterabl
         time.sleep(3600)
     store, (index, count) = compat.key_value_store(), compat.process_index_and_count()
     told = {"process": index, "name": here(), "message": message, "code": code, "everyone": everyone}
-    try:
-        store.key_value_set(_FAILED, json.dumps(told))
-        before = None
-    except RuntimeError:  # another was first, or process 0 is gone
-        with contextlib.suppress(RuntimeError):
-            before = json.loads(store.key_value_try_get(_FAILED))["message"]
-    if everyone or before != message:
+    before = []
+
+    def publish() -> None:
+        try:
+            store.key_value_set(_FAILED, json.dumps(told))
+        except RuntimeError:  # another was first, or process 0 is gone
+            before.append(json.loads(store.key_value_try_get(_FAILED))["message"])
+
+    _briefly(publish)
+    if everyone or message not in before:
         _tell(message)
     _part(store, index, set(range(count)) - {index, *without}, code)
 
@@ -360,13 +363,13 @@ def _listen(store) -> None:
         while (text := _get(store, _FAILED, 3600)) is None:
             pass
     except RuntimeError as error:
-        if not _finished and _ending.acquire(blocking=False):
-            told = f"process 0, the coordinator, is gone ({str(error).splitlines()[0]})"
-            leave(f"{told}; {LAST_STAYS}", LOST)
-        return
-    if not _ending.acquire(blocking=False):  # `end_all` is at work here
+        lost_coordinator(error)
         return
     told = json.loads(text)
+    if not told["everyone"]:
+        time.sleep(1)  # a mistake is often that of all: this process may be about to find it itself
+    if not _ending.acquire(blocking=False):  # `end_all` is at work here
+        return
     if told["everyone"]:
         _tell(told["message"])
     elif index == 0:
@@ -374,18 +377,38 @@ def _listen(store) -> None:
     _part(store, index, set(range(count)) - {index, told["process"]}, told["code"])
 
 
+def lost_coordinator(error: RuntimeError) -> None:
+    """A call of the store has failed: end this process, if it is not ending anyway."""
+    if not _finished and _ending.acquire(blocking=False):
+        leave(f"process 0, the coordinator, is gone ({str(error).splitlines()[0]}); {LAST_STAYS}", LOST)
+
+
 def _part(store, index: int, others: set[int], code: int) -> NoReturn:
     """Leave at once; process 0, which serves the store, when all others have heard why, or after some seconds."""
-    with contextlib.suppress(RuntimeError):
+
+    def part() -> None:
         store.key_value_set(f"{_HEARD}/{index}", "", allow_overwrite=True)
-        deadline = time.monotonic() + 5
-        while index == 0 and time.monotonic() < deadline:
+        while index == 0:
             heard = {int(name.rpartition("/")[2]) for name, _ in store.key_value_dir_get(_HEARD)}
             if others <= heard:
                 time.sleep(0.2)  # they are on their way out
-                break
+                return
             time.sleep(0.05)
+
+    _briefly(part)
     _exit(code)
+
+
+def _briefly(act: Callable[[], None], seconds: float = 4) -> None:
+    """`act()`, but no longer than this (less than `_delay_aborts` gives): a store whose process 0 is gone may hang."""
+
+    def run() -> None:
+        with contextlib.suppress(RuntimeError):
+            act()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
 
 
 def leave(message: str, code: int) -> NoReturn:

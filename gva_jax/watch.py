@@ -116,8 +116,9 @@ class Watch:
                         distributed.end_all(verdict[1], distributed.LOST, everyone=True, without=verdict[0])
                 if self._closed.wait(min(5, self._silent / 5)):
                     return
-        except RuntimeError:  # process 0 is gone: the listener knows, and says so
-            return
+        except RuntimeError as error:
+            if not self._closed.wait(1):  # the listener may have heard why
+                distributed.lost_coordinator(error)
 
     def _ask(self, call: str, *args):
         """A call of the store, which is process 0's: where that is frozen it would never come back."""

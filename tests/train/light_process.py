@@ -45,6 +45,7 @@ def act(_args) -> int:
         assert jnp.ones(3).sum() == 3
         folder = Path(more[0])
         print(distributed.first_then_all(lambda: "saw" if folder.exists() else folder.mkdir() or "made", folder))
+        distributed.wait_for_all()
         raise ConfigError("name = 'x': is not right")
     elif deed == "apart":  # as if each had a disk of its own
         distributed.SHARED_WITHIN = 0.5
