@@ -13,17 +13,16 @@ import math
 import os
 import platform
 import shutil
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 
 import jax
 import numpy as np
 
-from gva_jax.config import ConfigError, MeshConfig
+from gva_jax import __version__
+from gva_jax.config import ConfigError, MeshConfig, TrainConfig
 from gva_jax.data.corpus import Corpus, check_fits
 from gva_jax.data.loader import evaluation_batches, train_iterator
 from gva_jax.data.prepare import prepare
@@ -32,6 +31,7 @@ from gva_jax.model import Transformer
 from gva_jax.study import programs
 from gva_jax.study.records import Records, kept
 from gva_jax.study.spec import CONFIRM, Member, Study, changed, every
+from gva_jax.train import record
 from gva_jax.train.checkpoint import Checkpoints
 from gva_jax.train.evaluation import evaluation
 from gva_jax.train.stopping import StopRequest
@@ -88,6 +88,7 @@ def run(
     deadline = math.inf if limit_seconds is None else time.monotonic() + limit_seconds
     title = ("updates", study.total_updates(), done)
     with _alone_in(folder), StopRequest() as stop, display.task(*title) as task:
+        stop.defer()
         limits = _Limits(stop, deadline, limit_members)
         records = Records(folder)  # again: another process may have finished some before the lock was ours
         while pending := [m for m in every(study, records.rates(study)) if records.get(m) is None]:
@@ -186,11 +187,12 @@ class _Training:
     def finish(self, records: Records, limits: _Limits, advance: Callable, display: Display) -> bool:
         """Train to the end and write the records; or, where a limit is reached, save and return False."""
         position, options, count = self._position, self._config.train, len(self._members)
-        checkpoints = Checkpoints(self._folder, keep=1)
+        checkpoints = Checkpoints(self._folder, TrainConfig(keep=1))
         if checkpoints.latest is None:
             state, step = self._program.create(self._members), 0
         else:
-            state, step = checkpoints.restore(self._program.abstract, position), checkpoints.latest
+            state = checkpoints.restore(self._program.abstract, position, display.say)
+            step = int(state.step)
             display.say(f"{self._title}: resumed at step {step:,} of {options.steps:,}")
             advance(step * count)
         due = lambda every: every and step % every == 0
@@ -261,7 +263,7 @@ class _Training:
         for i, member in enumerate(self._members):
             alive = position.diverged[i] is None and bool(np.isfinite(development[i]).all())
             measured = lambda sums, i=i, alive=alive: evaluation(sums[i]) if alive and sums is not None else None
-            record = records.write(
+            written = records.write(
                 member,
                 corpus={"hash": corpus.hash, **{name: vars(stats) for name, stats in corpus.splits.items()}},
                 parameters=per_member,
@@ -274,11 +276,11 @@ class _Training:
                 seconds=round(position.seconds, 1),
                 together=len(self._members),
                 device=f"{jax.device_count()} x {jax.devices()[0].device_kind}",
-                versions=_versions(),
-                revision=revision(),
+                versions={"python": platform.python_version(), "gva-jax": __version__} | record.versions(),
+                revision=_revision(),
                 finished=datetime.date.today().isoformat(),
             )
-            display.say(f"{member.name}: {_summary(record)}")
+            display.say(f"{member.name}: {_summary(written)}")
 
     def _swapped(self, member: Member, params):
         """Held-out sums under the variant's swap, (M, 3), or None."""
@@ -296,15 +298,7 @@ def _summary(record) -> str:
     return told if record.heldout is None else f"{told}, held-out {record.heldout.perplexity:.3f}"
 
 
-def _versions() -> dict[str, str]:
-    names = ("gva-jax", "jax", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
-    return {"python": platform.python_version()} | {name: version(name) for name in names}
-
-
-def revision() -> str:
+def _revision() -> str:
     """The commit of the checkout that this package lies in, "+" behind it if files differ from it; or "none"."""
-    root = Path(__file__).parents[2]
-    if not (root / ".git").exists():
-        return "none"
-    git = lambda *args: subprocess.run(["git", "-C", root, *args], capture_output=True, text=True).stdout.strip()
-    return (git("rev-parse", "--short=12", "HEAD") or "none") + ("+" if git("status", "--porcelain", "gva_jax") else "")
+    found = record.revision(Path(__file__).parents[2])
+    return "none" if found is None else found["revision"][:12] + ("+" if found["dirty"] else "")

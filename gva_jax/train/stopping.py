@@ -51,10 +51,10 @@ class StopRequest:
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
 
-    def defer(self, mesh: Mesh) -> None:
-        """From here on a signal waits until it is asked for, and the processes of `mesh` agree on it."""
+    def defer(self, mesh: Mesh | None = None) -> None:
+        """From here on a signal waits until it is asked for, and the processes of `mesh`, if given, agree on it."""
         self._deferred = True
-        if distributed.many():
+        if mesh is not None and distributed.many():
             self._largest = distributed.Largest(mesh)
 
     def requested(self) -> bool:

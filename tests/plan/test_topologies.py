@@ -15,7 +15,7 @@ from gva_jax.plan import program, topologies
         ("v5e:16x16", 256, "TPU v5e"),
         ("v6e:4x8", 32, "TPU v6e"),
         ("v5p:4x4x8", 128, "TPU v5p"),
-        ("tpu7x:2x2x1", 4, "TPU7x"),
+        ("tpu7x:2x2x1", 8, "TPU7x"),
         ("h100:8x8", 64, "H100 SXM"),
         ("H200:1x8", 8, "H200"),
         ("b200:2x4", 8, "B200"),
