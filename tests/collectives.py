@@ -97,12 +97,12 @@ class Expected:
         # XLA gathers a matrix that is whole on the tensor axis over either axis, and permutes its parts for that.
         parts = {tuple(sorted(x)) for rows, columns in self.unsplit for x in [(rows, columns), (rows // 2, columns)]}
         permuted = kind in ("all-gather", "collective-permute") and "data" not in axes
-        return permuted and tuple(sorted(shape)) in parts
+        return permuted and shape in parts
 
 
 def _plain(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Without axes of one, which compilers drop."""
-    return tuple(size for size in shape if size > 1)
+    """Without axes of one, which compilers drop, and in one order, since they transpose."""
+    return tuple(sorted(size for size in shape if size > 1))
 
 
 def context_bytes(found: list[Collective]) -> dict[str, int]:
