@@ -167,7 +167,7 @@ def test_a_coordinator_that_cannot_be_reached_is_named(capsys, tmp_path, monkeyp
 )
 def test_a_first_process_that_cannot_begin_says_so(tmp_path, taken, code, told):
     gva = "import sys; from gva_jax.cli import main; sys.exit(main())"
-    with socket.create_server(("::", 0), family=socket.AF_INET6) as server:
+    with socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         if not taken:
             server.close()
