@@ -97,7 +97,9 @@ def _join(place: cluster.Place, seconds: float) -> None:
     # JAX would catch SIGTERM for itself and tell nobody but those who ask it.
     jax.config.update("jax_enable_preemption_service", False)
     since, limit = time.monotonic(), f"within {seconds:g} s (--connect_seconds)"
-    if place.index > 0:
+    if place.index == 0:
+        _check_free(place.coordinator)
+    else:
         _reach(place.coordinator, since + seconds, limit)
     # JAX ends the process with a stack trace when its time is over: be there before.
     missing = f"not all of the {place.count} processes have come to the coordinator {place.coordinator} {limit}"
@@ -109,9 +111,6 @@ def _join(place: cluster.Place, seconds: float) -> None:
             place.coordinator, place.count, place.index, place.local_devices, cluster_detection_method="deactivate",
             initialization_timeout=round(seconds) + 60, heartbeat_timeout_seconds=JAX_GIVES_UP,
         )  # fmt: skip
-    except RuntimeError as error:
-        right = "must name this machine, where process 0 runs, and a free port"
-        raise ConfigError(f"coordinator = {place.coordinator!r}: {right} ({error})") from error
     finally:
         deadline.cancel()
     _delay_aborts()
@@ -127,6 +126,17 @@ def _delay_aborts() -> None:
     with contextlib.suppress(OSError, AttributeError):  # a system without them: then it is JAX's end
         libc = ctypes.CDLL(None)
         libc.signal(signal.SIGABRT, libc.sleep)
+
+
+def _check_free(address: str) -> None:
+    """Refuses a port that is taken; JAX may crash where it cannot listen."""
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    where = ("", int(address.rpartition(":")[2]))
+    try:
+        socket.create_server(where, family=family, dualstack_ipv6=family == socket.AF_INET6).close()
+    except OSError as error:
+        right = "must have a free port of this machine, where process 0 runs"
+        raise ConfigError(f"coordinator = {address!r}: {right}: {error.strerror}") from error
 
 
 def _reach(address: str, deadline: float, limit: str) -> None:
