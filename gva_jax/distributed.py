@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -27,18 +26,11 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gva_jax import compat
-from gva_jax.config import ConfigError, require
+from gva_jax import cluster, compat
+from gva_jax.config import ConfigError
 
 # Exit code: another process is missing, dead or stalled. To start all again goes on from the last checkpoint.
 LOST = 70
-
-# The flags' other names, for launchers that set the environment.
-VARIABLES = {
-    "coordinator": "GVA_JAX_COORDINATOR",
-    "num_processes": "GVA_JAX_NUM_PROCESSES",
-    "process_id": "GVA_JAX_PROCESS_ID",
-}
 
 # After so many seconds without a heartbeat JAX itself gives a process up and ends all others.
 JAX_GIVES_UP = 100
@@ -59,25 +51,13 @@ class LostProcess(RuntimeError):
     """Another process cannot be reached, has died or has stalled: told in one line, exit code `LOST`."""
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where one process stands among all."""
-
-    coordinator: str
-    count: int
-    index: int
-    # Devices of this machine that are its own. None: all.
-    local_devices: list[int] | None = None
-
-
 # ---- start and end ---------------------------------------------------------------------------------------------------
 
 
 def start(coordinator: str | None, num_processes: int | None, process_id: int | None, seconds: float) -> None:
     """Join the other processes, if there are any; before any device is used.
 
-    What is None comes from the environment: from `VARIABLES`, else as JAX detects it in a SLURM step, under Open MPI,
-    in an indexed Kubernetes job and on TPU machines. A process that these say is alone stays alone.
+    What is None comes from the environment, see `cluster.find`. A process that is alone there stays alone.
 
     Raises:
       ConfigError: the three do not fit together, or the cluster says too little.
@@ -86,7 +66,7 @@ def start(coordinator: str | None, num_processes: int | None, process_id: int | 
     if jax.distributed.is_initialized():  # by the program that called this one
         listen()
         return
-    place = _given(coordinator, num_processes, process_id) or _detected(seconds)
+    place = cluster.find(coordinator, num_processes, process_id, seconds)
     if place is not None and place.count > 1:
         _join(place, seconds)
         listen()
@@ -113,64 +93,13 @@ def first() -> bool:
     return compat.process_index_and_count()[0] == 0
 
 
-def _given(coordinator: str | None, num_processes: int | None, process_id: int | None) -> _Place | None:
-    """The place that flags and variables name."""
-    flags = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
-    given = {name: os.environ.get(VARIABLES[name]) if flag is None else flag for name, flag in flags.items()}
-    if not any(value not in (None, "") for value in given.values()):
-        return None
-    for name, value in given.items():
-        others = ", ".join(f"--{other} ({VARIABLES[other]})" for other in given if other != name)
-        require(value not in (None, ""), name, value, f"must be given with {others}, as --{name} or {VARIABLES[name]}")
-    count, index = (_whole(name, given[name]) for name in ("num_processes", "process_id"))
-    require(count >= 1, "num_processes", count, "must be 1 or more")
-    require(0 <= index < count, "process_id", index, f"must be 0 or more and below num_processes = {count}")
-    address = str(given["coordinator"])
-    host, _, port = address.rpartition(":")
-    plain = bool(host) and port.isdecimal() and 0 < int(port) < 2**16
-    require(plain, "coordinator", address, "must be HOST:PORT, where process 0 runs and a free port there")
-    ids = os.environ.get("JAX_LOCAL_DEVICE_IDS")
-    return _Place(address, count, index, [int(i) for i in ids.split(",")] if ids else None)
-
-
-def _whole(name: str, value) -> int:
-    require(str(value).strip().lstrip("-").isdecimal(), name, value, "must be a whole number")
-    return int(value)
-
-
-def _detected(seconds: float) -> _Place | None:
-    """The place that JAX reads off a cluster's environment; None where that speaks of one process, or of none."""
-    environment = os.environ
-    number = lambda *names: next((int(environment[n]) for n in names if environment.get(n, "").isdecimal()), 0)
-    count = method = None
-    if "SLURM_STEP_NODELIST" in environment and "SLURM_PROCID" in environment:
-        # The step's own count: the job's is larger where someone looks at a node of it by hand, alone.
-        method, count = "slurm", number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-    elif "OMPI_COMM_WORLD_SIZE" in environment:
-        method, count = "ompi", number("OMPI_COMM_WORLD_SIZE")
-    elif not (_on_tpu() or "JOB_COMPLETION_INDEX" in environment):
-        return None
-    if count in (0, 1):
-        return None
-    try:
-        found = compat.detect_cluster(count, method, round(seconds))
-    except Exception as error:
-        told = " ".join(str(error).split()) or type(error).__name__
-        right = "give --coordinator HOST:PORT --num_processes N --process_id I (1 and 0 for this process alone)"
-        raise ConfigError(f"the other processes cannot be found in the environment ({told}): {right}") from error
-    return None if None in found[:3] else _Place(*found)
-
-
-def _on_tpu() -> bool:
-    platforms = jax.config.jax_platforms
-    return compat.has_tpu_chips() and (not platforms or "tpu" in platforms)
-
-
-def _join(place: _Place, seconds: float) -> None:
+def _join(place: cluster.Place, seconds: float) -> None:
     # JAX would catch SIGTERM for itself and tell nobody but those who ask it.
     jax.config.update("jax_enable_preemption_service", False)
     since, limit = time.monotonic(), f"within {seconds:g} s (--connect_seconds)"
-    if place.index > 0:
+    if place.index == 0:
+        _check_free(place.coordinator)
+    else:
         _reach(place.coordinator, since + seconds, limit)
     # JAX ends the process with a stack trace when its time is over: be there before.
     missing = f"not all of the {place.count} processes have come to the coordinator {place.coordinator} {limit}"
@@ -182,9 +111,6 @@ def _join(place: _Place, seconds: float) -> None:
             place.coordinator, place.count, place.index, place.local_devices, cluster_detection_method="deactivate",
             initialization_timeout=round(seconds) + 60, heartbeat_timeout_seconds=JAX_GIVES_UP,
         )  # fmt: skip
-    except RuntimeError as error:
-        right = "must name this machine, where process 0 runs, and a free port"
-        raise ConfigError(f"coordinator = {place.coordinator!r}: {right} ({error})") from error
     finally:
         deadline.cancel()
     _delay_aborts()
@@ -200,6 +126,17 @@ def _delay_aborts() -> None:
     with contextlib.suppress(OSError, AttributeError):  # a system without them: then it is JAX's end
         libc = ctypes.CDLL(None)
         libc.signal(signal.SIGABRT, libc.sleep)
+
+
+def _check_free(address: str) -> None:
+    """Refuses a port that is taken; JAX may crash where it cannot listen."""
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    where = ("", int(address.rpartition(":")[2]))
+    try:
+        socket.create_server(where, family=family, dualstack_ipv6=family == socket.AF_INET6).close()
+    except OSError as error:
+        right = "must have a free port of this machine, where process 0 runs"
+        raise ConfigError(f"coordinator = {address!r}: {right}: {error.strerror}") from error
 
 
 def _reach(address: str, deadline: float, limit: str) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +15,8 @@ import tiny_run as tiny
 from processes import HERE, Job, environment, free_address
 
 from gva_jax import cli, compat, distributed
+from gva_jax import cluster as cluster_module
+from gva_jax.cluster import Place
 from gva_jax.config import ConfigError, MeshConfig
 from gva_jax.train.checkpoint import Checkpoints
 from gva_jax.watch import Beat, judge
@@ -91,13 +94,13 @@ def test_one_task_stays_alone(cluster, variables):
 def test_a_tpu_machine_asks_jax_for_its_pod(cluster, monkeypatch):
     monkeypatch.setattr(compat, "has_tpu_chips", lambda: True)
     assert cluster() is None and cluster.asked == []  # JAX runs on the CPU here
-    monkeypatch.setattr(distributed, "_on_tpu", lambda: True)
+    monkeypatch.setattr(cluster_module, "_on_tpu", lambda: True)
     monkeypatch.setattr(compat, "detect_cluster", lambda *_: ("10.0.0.2:8482", 16, 3, None))
-    assert cluster() == distributed._Place("10.0.0.2:8482", 16, 3)
+    assert cluster() == Place("10.0.0.2:8482", 16, 3)
 
 
 def test_a_pod_of_one_host_stays_alone(cluster, monkeypatch):
-    monkeypatch.setattr(distributed, "_on_tpu", lambda: True)
+    monkeypatch.setattr(cluster_module, "_on_tpu", lambda: True)
     monkeypatch.setattr(compat, "detect_cluster", lambda *_: ("10.0.0.2:8482", 1, 0, None))
     assert cluster() is None
 
@@ -113,8 +116,8 @@ def test_a_cluster_that_says_too_little_is_told(cluster, monkeypatch):
 
 def test_flags_complete_variables_and_go_before_them(cluster):
     variables = {"GVA_JAX_COORDINATOR": "a:1234", "GVA_JAX_NUM_PROCESSES": "8", "JAX_LOCAL_DEVICE_IDS": "2,3"}
-    assert cluster({**SLURM, **variables}, process_id=7) == distributed._Place("a:1234", 8, 7, [2, 3])
-    assert cluster(variables, "b:1", 4, 0) == distributed._Place("b:1", 4, 0, [2, 3])
+    assert cluster({**SLURM, **variables}, process_id=7) == Place("a:1234", 8, 7, [2, 3])
+    assert cluster(variables, "b:1", 4, 0) == Place("b:1", 4, 0, [2, 3])
     assert cluster.asked == []
 
 
@@ -152,6 +155,27 @@ def test_a_coordinator_that_cannot_be_reached_is_named(capsys, tmp_path, monkeyp
     err = capsys.readouterr().err
     assert code == distributed.LOST and err.startswith(told) and err.count("\n") == 1
     assert time.monotonic() - since < 5 and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("taken", "code", "told"),
+    [
+        (False, distributed.LOST, "error: not all of the 2 processes have come to the coordinator {} within 1.5 s"),
+        (True, 2, "error: coordinator = '{}': must have a free port of this machine, where process 0 runs"),
+    ],
+    ids=["nobody comes", "port taken"],
+)
+def test_a_first_process_that_cannot_begin_says_so(tmp_path, taken, code, told):
+    gva = "import sys; from gva_jax.cli import main; sys.exit(main())"
+    with socket.create_server(("", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        if not taken:
+            server.close()
+        joined = ["--coordinator", address, "--num_processes", "2", "--process_id", "0", "--connect_seconds", "1.5"]
+        with Job(tmp_path, ["-c", gva, "train", "quickstart", *joined]) as job:
+            (ended,) = job.end()
+    assert ended.code == code and len(ended.errors) == 1, ended
+    assert ended.errors[0].startswith(told.format(address))
 
 
 # ---- who has stalled -------------------------------------------------------------------------------------------------
