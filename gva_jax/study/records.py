@@ -33,7 +33,8 @@ class Record:
       curve: (step, loss on the first `train.eval_batches` batches of the development split), the last step included.
       development, heldout: over the whole split at the end; held-out of confirmations only.
       swapped: held-out, with the variant's `swap`.
-      diverged_at: the step whose loss was not finite, where training ended; nothing was measured then.
+      diverged_at: the step at which too many in a row had been skipped (not finite), where training ended; nothing was
+        measured then.
       seconds: of training and of measuring on the way, all `together` members of its program.
     """
 

@@ -82,7 +82,7 @@ def markdown(summary: dict[str, Any], command: str, note: str = "") -> str:
         parts.append(f"**{told}** Missing:\n\n{absent}")
     if summary["diverged"]:
         absent = "\n".join(f"- {name}" for name in summary["diverged"])
-        parts.append(f"Diverged (a loss that is no number); their rows have no mean:\n\n{absent}")
+        parts.append(f"Diverged (losses or gradients that are no numbers); their rows have no mean:\n\n{absent}")
     told = f"Every confirmation: {summary['steps']:,} updates of {B} x {T} tokens, {summary['steps'] * B * T:,} in all."
     if corpus := summary["corpus"]:
         sizes = ", ".join(f"{_SPLIT_NAMES.get(name, name)} {corpus[name]['tokens']:,} tokens in "

@@ -202,7 +202,7 @@ class _Training:
             state, metrics = self._program.step(state, self._batches())
             step += 1
             losses = self._read(step - 1, pending)
-            pending = metrics["loss"]
+            pending = metrics
             figures = f"{self._title} {step:,}/{options.steps:,}"
             advance(count, figures if losses is None else f"{figures}  loss {losses.mean():.3f}")
             if due(options.eval_every) or step == options.steps:
@@ -232,13 +232,19 @@ class _Training:
         drawn = {seed: next(iterator) for seed, iterator in self._position.iterators.items()}
         return [drawn[member.seed] for member in self._members]
 
-    def _read(self, step: int, losses) -> np.ndarray | None:
-        """The losses of `step`, (M,); waits for them. Notes where one is no number."""
-        if losses is None:
+    def _read(self, step: int, metrics: dict | None) -> np.ndarray | None:
+        """The losses of `step`, (M,); waits for them.
+
+        Notes who diverged: more steps in a row than the trainer lets pass, or the last one, had to be skipped, because
+        loss or gradients were not finite.
+        """
+        if metrics is None:
             return None
-        losses = np.atleast_1d(np.asarray(losses))
-        for i, loss in enumerate(losses):
-            if self._position.diverged[i] is None and not np.isfinite(loss):
+        losses, skipped = (np.atleast_1d(np.asarray(metrics[name])) for name in ("loss", "skipped_in_a_row"))
+        options = self._config.train
+        limit = options.max_skips if step < options.steps else 0
+        for i, in_a_row in enumerate(skipped):
+            if self._position.diverged[i] is None and in_a_row > limit:
                 self._position.diverged[i] = step
         return losses
 
