@@ -72,7 +72,7 @@ class Watch:
     def __exit__(self, _type, error, _trace):
         if not self._on:
             return
-        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+        if any(isinstance(e, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(e) for e in _causes(error)):
             self._error = True  # perhaps because another one died: then the thread finds out, and ends all
             time.sleep(2 * self._silent)
         self._closed.set()
@@ -131,6 +131,13 @@ class Watch:
                 if (ago := time.monotonic() - since) >= self._silent:
                     told = f"process 0, the coordinator, shows no sign of life ({what} was {ago:.1f} s ago)"
                     distributed.leave(f"{told}; {distributed.LAST_STAYS}", distributed.LOST)
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error and what it came from: a checkpoint's failure tells a collective's in its own words."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def judge(beats: dict[int, Beat], dead: set[int], patient: bool = False) -> tuple[set[int], str] | None:

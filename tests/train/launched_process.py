@@ -19,6 +19,7 @@ told = {"index": index, "count": count, "args": args, "folder": os.getcwd(), "ca
 told["together"] = distributed.share(lambda: str(os.getpid()))
 code = 0
 with StopRequest() as stop:
+    stop.defer()
     Path(f"started{index}").touch()
     while "--until-stopped" in args and stop.signum is None:
         time.sleep(0.05)

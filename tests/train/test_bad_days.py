@@ -21,8 +21,8 @@ from gva_jax.display import Display
 from gva_jax.train import evaluation, loop, stopping
 from gva_jax.train import state as states
 from gva_jax.train.checkpoint import Checkpoints
-from gva_jax.train.folder import RunFolder
 from gva_jax.train.stopping import Interrupted, StopRequest
+from gva_jax.train.writers import append
 
 
 class Heard(Display):
@@ -201,10 +201,8 @@ def test_where_no_checkpoint_is_whole_nothing_is_trained_or_written(undisturbed,
 
 
 def test_a_line_of_metrics_that_cannot_be_written_is_told(tmp_path):
-    folder = RunFolder.__new__(RunFolder)
-    folder.path = tmp_path
     with files_no_larger_than(10), pytest.raises(RunError, match=r"metrics\.jsonl' cannot be written: File too large"):
-        folder.log({"step": 1, "loss": 0.5})
+        append(tmp_path / "metrics.jsonl", {"step": 1, "loss": 0.5})
 
 
 # ---- signals and exit codes ------------------------------------------------------------------------------------------
@@ -247,7 +245,7 @@ def test_once_deferred_the_first_is_remembered_and_the_second_ends_at_once(monke
     ],
 )
 def test_exit_codes(monkeypatch, capsys, error, code, told):
-    def train(*_):
+    def train(*_, **__):
         raise error
 
     exits = []

@@ -17,7 +17,7 @@ from processes import HERE, Job, environment, free_address
 from gva_jax import cli, compat, distributed
 from gva_jax import cluster as cluster_module
 from gva_jax.cluster import Place
-from gva_jax.config import ConfigError, MeshConfig
+from gva_jax.config import ConfigError, MeshConfig, TrainConfig
 from gva_jax.train.checkpoint import Checkpoints
 from gva_jax.watch import Beat, judge
 
@@ -304,7 +304,7 @@ def test_two_processes_of_four_devices_equal_one_of_eight(tmp_path, dtype, steps
     run = tiny.config(mesh=MeshConfig(data=2, fsdp=2, tensor=2), dtype=dtype, param_dtype=dtype)
     with jax.enable_x64(dtype == "float64"):
         it = tiny.Run(run)
-        begin = Checkpoints(tmp_path, keep=2)
+        begin = Checkpoints(tmp_path, TrainConfig(keep=2))
         begin.save(it.state, _Position())
         begin.wait()
         begin.close()

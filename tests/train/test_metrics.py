@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tiny_run as tiny
 
-from gva_jax import info
+from gva_jax import distributed, info
 from gva_jax.display import Display, Task
 from gva_jax.train import metrics, record, writers
 from gva_jax.train.guard import SkipLimit
@@ -233,7 +233,7 @@ def test_a_line_that_a_killed_process_left_unfinished_is_dropped(config):
 
 
 def test_other_processes_write_nothing(config, monkeypatch):
-    monkeypatch.setattr(writers.jax, "process_index", lambda: 1)
+    monkeypatch.setattr(distributed, "first", lambda: False)
     log = Log(config, 0, print)
     log.write(1, {"loss": 1.0})
     log.close()
