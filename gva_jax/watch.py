@@ -72,7 +72,8 @@ class Watch:
     def __exit__(self, _type, error, _trace):
         if not self._on:
             return
-        if any(isinstance(e, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(e) for e in _causes(error)):
+        lost = lambda e: isinstance(e, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(e)
+        if any(map(lost, _causes(error))):
             self._error = True  # perhaps because another one died: then the thread finds out, and ends all
             time.sleep(2 * self._silent)
         self._closed.set()
