@@ -18,6 +18,7 @@ w value width (d unless values are transformed to narrower ones).
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -88,6 +89,7 @@ def _parameters(model: ModelConfig) -> dict[str, int]:
     return counts
 
 
+@functools.cache
 def _leaves(model: ModelConfig) -> list[tuple[list[str], jax.ShapeDtypeStruct]]:
     """Every parameter's path and shape."""
     tokens = jax.ShapeDtypeStruct((1, 8), jnp.int32)

@@ -70,8 +70,7 @@ def test_shipped_studies_load_and_build():
         study = spec.load(name)
         assert study.name == name and study.total_updates() > 0
         for variant in study.variants:
-            model = Transformer(study.config(variant).model)
-            assert jax.eval_shape(model.init, jax.random.key(0), np.zeros((1, 1), int))
+            Transformer(study.config(variant).model)  # refuses what cannot be
 
 
 def test_a_file_that_is_no_study_is_refused(tmp_path):

@@ -13,6 +13,7 @@ kill_run = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(kill_run)
 
 
+@pytest.mark.long
 def test_three_kills_change_nothing(tmp_path, monkeypatch):
     flags = [f for f in os.environ["XLA_FLAGS"].split() if "device_count" not in f]  # one device: quicker to start
     monkeypatch.setenv("XLA_FLAGS", " ".join(flags))

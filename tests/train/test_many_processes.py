@@ -379,6 +379,7 @@ def disturbed(folder, step: int, signum: int, index: int = 1):
         return job.end(seconds=100)
 
 
+@pytest.mark.long
 def test_a_run_stopped_then_killed_and_resumed_alone_goes_on_exactly(tmp_path):
     (tmp_path / "config.py").write_text(CONFIG)
     run = tmp_path / "runs/disturbed"
