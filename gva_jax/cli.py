@@ -109,9 +109,7 @@ def train(args: list[str]) -> int:
     from gva_jax.train import loop, report
 
     try:
-        distributed.start(
-            options.coordinator, options.num_processes, options.process_id, options.connect_seconds
-        )  # fmt: skip
+        distributed.start(options.coordinator, options.num_processes, options.process_id, options.connect_seconds)
     except distributed.LostProcess as error:
         return _refuse(str(error), distributed.LOST)
     display = Display(quiet=not distributed.first())

@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 
 from gva_jax import config as configs
-from gva_jax import sharding
+from gva_jax import runtime, sharding
 from gva_jax.config import ConfigError, RunConfig
 from gva_jax.data.loader import evaluation_batches
 from gva_jax.data.prepare import prepare
@@ -68,8 +68,7 @@ def run(folder: str, config: RunConfig, split: str, step: int | None, display: D
     param_dtype = trained.model.param_dtype
     configs.require(config.model.param_dtype == param_dtype, "model.param_dtype", config.model.param_dtype,
                     f"must be {param_dtype!r}, as the checkpoint's")  # fmt: skip
-    if "float64" in (config.model.dtype, config.model.param_dtype) and not jax.config.jax_enable_x64:
-        raise ConfigError("model.dtype, model.param_dtype = 'float64': need the environment variable JAX_ENABLE_X64=1")
+    runtime.check_float64(config.model)
     mesh = sharding.make_mesh(config.mesh)
     sharding.check(config, mesh)
     model, abstract = _abstract(config, mesh)
@@ -86,7 +85,8 @@ def run(folder: str, config: RunConfig, split: str, step: int | None, display: D
     finally:
         checkpoints.close()
     eval_step = make_eval_step(model, abstract, mesh, corpus.tokenizer.token_bytes())
-    processes = {"process_index": jax.process_index(), "process_count": jax.process_count()}
+    share = sharding.share(mesh, jax.process_index())
+    processes = {"process_index": share.index, "process_count": share.count}
     found = evaluate(eval_step, params, evaluation_batches(corpus, split, config.data, **processes), mesh)
     return Result(folder, step, split, tuple(changed), found)
 
@@ -129,8 +129,6 @@ def show(result: Result, display: Display) -> None:
 def main(options) -> None:
     """Evaluate and print; `options` are `gva_jax.options.EvaluateOptions`."""
     from rich.console import Console
-
-    from gva_jax import runtime
 
     display = Display(console=Console(stderr=True, highlight=False, soft_wrap=True)) if options.json else Display()
     runtime.start(display)

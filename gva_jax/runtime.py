@@ -4,7 +4,7 @@ import glob
 
 import jax
 
-from gva_jax.config import ConfigError, cache_folder
+from gva_jax.config import ConfigError, ModelConfig, cache_folder, require
 from gva_jax.display import Display
 
 # An accelerator, the extra that lets JAX use it, and what its driver makes in /dev on Linux either way.
@@ -20,6 +20,14 @@ def start(display: Display) -> None:
     display.say(describe_devices())
     if warning := unused_accelerator():
         display.say(warning)
+
+
+def check_float64(model: ModelConfig) -> None:
+    """Refuses a float64 model where JAX would silently make it float32."""
+    for name in ("dtype", "param_dtype"):
+        wide = getattr(model, name) == "float64"
+        right = "needs the environment variable JAX_ENABLE_X64=1"
+        require(not wide or jax.config.jax_enable_x64, f"model.{name}", getattr(model, name), right)
 
 
 def keep_compiled_programs() -> None:

@@ -92,8 +92,7 @@ def check(configs: list[RunConfig]) -> None:
     shape = lambda c: (c.data.batch_size // c.train.accumulation, c.train.accumulation, c.data.context_length)
     first = configs[0]
     for config in configs:
-        wide = "float64" in (config.model.dtype, config.model.param_dtype) and not jax.config.jax_enable_x64
-        require(not wide, f"{config.name}: model.dtype", "float64", "needs the environment variable JAX_ENABLE_X64=1")
+        runtime.check_float64(config.model)
         if shape(config) != shape(first):
             a, b = ("{} x {} sequences of {:,} tokens".format(*shape(c)) for c in (first, config))
             raise ConfigError(f"{first.name} takes {a} a step, {config.name} {b}: give --batch-size and --context")

@@ -109,8 +109,9 @@ class Program:
     entry: Computation
 
     @cached_property
-    def times(self) -> dict[str, int]:
-        """How often each computation runs. A branch counts as taken.
+    def times(self) -> dict[str, float]:
+        """How often each computation runs. Of the branches of a conditional each counts as its share of devices or of
+        times, all equal.
 
         Raises:
           UnknownTrips: a loop that does not count up to a constant.
@@ -121,7 +122,8 @@ class Program:
             for op in self.computations[name].ops.values():
                 trips = self.trips(self.computations[name], op) if op.opcode == "while" else 1
                 for called in op.called:
-                    times[called] += times[name] * trips
+                    runs = times[name] * trips
+                    times[called] += runs / len(op.called) if op.opcode == "conditional" else runs
         return times
 
     def _callers_first(self) -> list[str]:

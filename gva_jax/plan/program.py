@@ -77,6 +77,7 @@ def compile_step(
     Raises:
       ConfigError: sizes that the mesh cannot split, or a training attention that cannot be compiled.
     """
+    runtime.check_float64(config.model)
     mesh = sharding.make_mesh(config.mesh, devices)
     sharding.check(config, mesh)
     model = Transformer(config.model)

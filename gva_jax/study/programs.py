@@ -40,7 +40,7 @@ def shared(member: Member) -> tuple:
     optimizer = replace(config.optimizer, learning_rate=1.0)
     data = replace(config.data, seed=0)
     model = replace(config.model, attention=attention)
-    return member.phase, model, data, optimizer, config.mesh, config.train.steps, config.train.accumulation
+    return member.phase, model, data, optimizer, config.mesh, replace(config.train, seed=0)
 
 
 class Alone:

@@ -17,7 +17,7 @@ FORMAT = 1
 # Not part of what a member is: where things lie, what computes, what is looked at. The text is known by its hash.
 _FREE = ("name", "runs", "sample.", "mesh.", "model.attention.training_implementation", "data.source", "data.directory",
          "data.text_field", "data.tokenizer", "data.max_bytes", "data.holdout", "train.log_every", "train.eval_",
-         "train.checkpoint_every", "train.keep")  # fmt: skip
+         "train.checkpoint_every", "train.keep", "train.stall_seconds")  # fmt: skip
 
 
 def perplexity(loss: float) -> float:

@@ -21,7 +21,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from gva_jax import __version__
+from gva_jax import __version__, runtime
 from gva_jax.config import ConfigError, MeshConfig, TrainConfig
 from gva_jax.data.corpus import Corpus, check_fits
 from gva_jax.data.loader import evaluation_batches, train_iterator
@@ -129,8 +129,7 @@ def _check(study: Study) -> None:
         raise ConfigError(f"a study runs in one process, not in {jax.process_count()}; give each its own study")
     for name, variant in study.variants.items():
         model = study.config(name).model
-        if "float64" in (model.dtype, model.param_dtype) and not jax.config.jax_enable_x64:
-            raise ConfigError(f"variants.{name}: float64 needs the environment variable JAX_ENABLE_X64=1")
+        runtime.check_float64(model)
         if variant.swap is not None and _shapes(model) != _shapes(changed(study.config(name), variant.swap).model):
             told = "must leave the parameters as they are: they are evaluated, not trained anew"
             raise ConfigError(f"variants.{name}.swap = {dict(variant.swap)!r}: {told}")
@@ -210,6 +209,8 @@ class _Training:
             position.seconds = before + time.monotonic() - since
             stopped = limits.reached() and step < options.steps
             if due(options.checkpoint_every) or stopped:
+                self._read(step, pending)  # who resumes does not see it again
+                pending = None
                 checkpoints.save(state, position)
         self._read(step, pending)
         checkpoints.wait()

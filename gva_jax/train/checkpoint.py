@@ -7,6 +7,7 @@
 
 import contextlib
 import errno
+import json
 import os
 import shutil
 import warnings
@@ -22,6 +23,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import checkpoint_managers as policies
 
+from gva_jax import distributed
 from gva_jax.config import ConfigError, RunError, TrainConfig
 from gva_jax.data.tokenizer import Tokenizer
 from gva_jax.model import Transformer
@@ -30,6 +32,7 @@ from gva_jax.train.fingerprint import fingerprint
 from gva_jax.train.folder import read_config
 from gva_jax.train.state import TrainState
 
+_CHANGED = "not the values that were saved"
 _ITEMS = ("params", "optimizer", "data", "fingerprint")
 
 
@@ -171,22 +174,25 @@ class Checkpoints:
 
     def _read(self, step: int, abstract: dict, *plain: str) -> tuple:
         """What is saved of `abstract`'s items, and then the `plain` ones. Raises anything, if it is damaged."""
-        array, json = ocp.args.StandardRestore, ocp.args.JsonRestore
+        array, plain_text = ocp.args.StandardRestore, ocp.args.JsonRestore
         items = {name: array(tree) for name, tree in abstract.items()}
-        items |= {name: json() for name in ("fingerprint", *plain)}
+        items |= {name: plain_text() for name in ("fingerprint", *plain)}
         restored = self._manager.restore(step, args=ocp.args.Composite(**items))
         for name in abstract:
             if int(fingerprint(restored[name])) != restored["fingerprint"][name]:
-                raise ValueError(f"{name}: not the values that were saved")
+                raise ValueError(f"{name}: {_CHANGED}")
         return {name: restored[name] for name in abstract}, *(restored[name] for name in plain)
 
     def _newest_whole(
         self, read: Callable[[int], Any], say: Callable[[str], None], among: list[int] | None = None
     ) -> tuple[Any, list[int]]:
         """`read(step)` of the newest step where it succeeds in every process, and the newer steps where it did not."""
-        damaged, steps = [], among or sorted(self._steps(), reverse=True)
+        damaged, steps = [], among or sorted(self.agreed(), reverse=True)
         for step, before in zip(steps, [*steps[1:], None], strict=True):
             found, reason = attempt(lambda step=step: read(step))
+            if reason and _CHANGED not in reason and distributed.many():  # the others are elsewhere, in a collective
+                told = f"checkpoint {step} in {str(self._folder)!r} is damaged ({reason})"
+                raise RunError(f"{told}: continue once with one process, which goes back to the one before, or move it")
             if _everywhere(reason is None):
                 return found, damaged
             damaged.append(step)
@@ -205,9 +211,14 @@ class Checkpoints:
             for step in steps:
                 names = (str(step), *(f"{step}.{i}" for i in range(1, 1000)))
                 free = next(name for name in names if not (target / name).exists())
-                (self._folder / str(step)).rename(target / free)
+                with told(lambda why, step=step: f"checkpoint {step} cannot be moved to {str(target)!r}: {why}"):
+                    (self._folder / str(step)).rename(target / free)
         _everywhere(True)
         self._manager.reload()
+
+    def agreed(self) -> list[int]:
+        """All complete steps as the first process sees them; all processes ask."""
+        return json.loads(distributed.share(lambda: json.dumps(self._steps())))
 
     def _steps(self) -> list[int]:
         """Of what is complete: what is being written has another name."""

@@ -49,6 +49,8 @@ def attempt(read: Callable[[], Any]) -> tuple[Any, str | None]:
         try:
             return read(), None
         except Exception as error:  # whatever a damaged file leads to
+            if "RESOURCE_EXHAUSTED" in str(error):  # no fault of the file
+                raise
             why = reason(error)
         gc.collect()
         time.sleep(0.1)  # until the last of them has failed

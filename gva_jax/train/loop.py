@@ -5,8 +5,8 @@ from pathlib import Path
 
 import jax
 
-from gva_jax import distributed, sharding
-from gva_jax.config import ConfigError, RunConfig
+from gva_jax import distributed, runtime, sharding
+from gva_jax.config import RunConfig
 from gva_jax.data.corpus import Corpus
 from gva_jax.data.loader import evaluation_batches, train_iterator
 from gva_jax.display import Display
@@ -56,8 +56,7 @@ def train(config: RunConfig, display: Display | None = None, profile: bool = Fal
 
 
 def _train(config: RunConfig, display: Display, watch: Watch, stop: StopRequest, profile: bool) -> Report:
-    if "float64" in (config.model.dtype, config.model.param_dtype) and not jax.config.jax_enable_x64:
-        raise ConfigError("model.dtype, model.param_dtype = 'float64': need the environment variable JAX_ENABLE_X64=1")
+    runtime.check_float64(config.model)
     model = Transformer(config.model)
     mesh = sharding.make_mesh(config.mesh)
     sharding.check(config, mesh)
@@ -82,8 +81,9 @@ def _train(config: RunConfig, display: Display, watch: Watch, stop: StopRequest,
     stop.defer(mesh)
     folder = distributed.first_then_all(lambda: RunFolder(config, corpus.hash, corpus.tokenizer), config.folder)
     checkpoints = Checkpoints(folder.path, config.train)
-    watch.reach("start at step", checkpoints.latest or 0)
-    if checkpoints.latest is None:
+    saved = checkpoints.agreed()
+    watch.reach("start at step", max(saved, default=0))
+    if not saved:
         state, step = states.create(model, optimizer, config.train.seed, mesh), 0
     else:
         state = checkpoints.restore(abstract, iterator, display.say)
@@ -148,11 +148,18 @@ def _train(config: RunConfig, display: Display, watch: Watch, stop: StopRequest,
         report = replace(report, development=development, heldout=measure(state.params, "heldout"))
     if report.heldout is None:
         done = f"step {step:,} of {options.steps:,}" + (f", saved in {folder.path}" if step else "")
-        log.close()
+        _close(log, watch, step)
         display.say(f"stopped at {done}; the same command continues")
         return replace(report, stopped_by=stop.signum)
     log.write(step, development.figures("development") | report.heldout.figures("heldout"))
-    log.close()
+    _close(log, watch, step)
     display.say(f"development: {development}")
     display.say(f"held-out:    {report.heldout}")
     return report
+
+
+def _close(log: Log, watch: Watch, step: int) -> None:
+    """The others wait, watched, while the first process, which alone has a log, writes its last."""
+    watch.reach("end at step", step)
+    log.close()
+    distributed.wait_for_all()

@@ -93,7 +93,7 @@ def train_function(
 
 def make_train_step(
     model: Transformer,
-    optimizer: optax.GradientTransformation,
+    optimizer: optax.GradientTransformationExtraArgs,
     schedule: optax.Schedule,
     abstract_state: TrainState,
     mesh: Mesh,

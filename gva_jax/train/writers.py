@@ -7,6 +7,7 @@
 What a resumed run is about to train again is forgotten first, so no step stands anywhere twice.
 """
 
+import contextlib
 import importlib.util
 import inspect
 import json
@@ -14,7 +15,7 @@ import math
 import os
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from gva_jax import config as configs
@@ -69,8 +70,9 @@ class JsonLines:
         self.known = {(record["step"], name) for record in kept for name in record}
         if path.exists():
             partial = path.with_name(f".{path.name}.partial")
-            partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
-            partial.replace(path)
+            with _told(path):
+                partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
+                partial.replace(path)
 
     def write(self, step: int, figures: dict[str, float]) -> bool:
         """Whether the figures are new."""
@@ -89,17 +91,25 @@ def append(path: Path, record: dict) -> None:
       RunError: it cannot be written.
     """
     record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+    with _told(path), path.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+@contextlib.contextmanager
+def _told(path: Path) -> Iterator[None]:
     try:
-        with path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        yield
     except OSError as error:
         raise RunError(f"{str(path)!r} cannot be written: {error.strerror}") from error
 
 
 def read(path: Path) -> list[dict]:
-    """The lines of such a file; a last one that a killed process left unfinished does not count."""
-    lines = path.read_text().split("\n")[:-1] if path.exists() else []
-    return [json.loads(line) for line in lines]
+    """The lines of such a file; what is none, such as a last one that a killed process left unfinished, is left out."""
+    found = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with contextlib.suppress(json.JSONDecodeError):
+            found.append(json.loads(line))
+    return found
 
 
 class TensorBoard:

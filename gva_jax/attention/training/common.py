@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-# Checkpoint name (jax.ad_checkpoint) of the output and the log-sum-exp that a backward pass starts from.
-KEPT = "attention"
 PADDING = -1  # a segment id; see `gva_jax.attention.dispatch.training_attention`
 KEPT = "attention_result"  # `checkpoint_name` of outputs and log-sums: what a backward pass should not make again
 
