@@ -16,7 +16,7 @@ from unittest import mock
 import jax
 from jax.sharding import Mesh
 
-from gva_jax import sharding
+from gva_jax import runtime, sharding
 from gva_jax.attention import dispatch
 from gva_jax.config import ConfigError, MeshConfig, RunConfig, cache_folder
 from gva_jax.model import Transformer
