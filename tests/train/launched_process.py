@@ -25,6 +25,6 @@ with StopRequest() as stop:
         time.sleep(0.05)
     if stop.signum is not None:
         code = 128 + stop.signum
-print(json.dumps(told | {"code": code}), flush=True)
+os.write(1, (json.dumps(told | {"code": code}) + "\n").encode())  # at once: both processes write into one pipe
 distributed.finish()
 sys.exit(code)
