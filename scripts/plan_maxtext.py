@@ -86,7 +86,7 @@ NOTES = [
     "- Windowed einsum off: `xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000`, the only XLA option given.",
     "- Not met: less temporary memory at full rematerialisation. Attention's outputs are kept there (0.805 GB), so its",
     "  forward kernels run once and not twice; RoPE works on padded float32 buffers (widths 64 and 32 in 128 lanes);",
-    "  about 0.9 GB are not explained yet. Compile times are of two cores with other work on them.",
+    "  what else it is has not been found. Compile times are of two cores with other work on them.",
 ]
 
 
