@@ -413,18 +413,23 @@ def load(name: str | os.PathLike) -> RunConfig:
         path = configs_folder() / f"{path.name}.py"
     if not path.is_file():
         raise ConfigError(f"config {str(name)!r}: no such file or shipped config; shipped are {', '.join(shipped())}")
-    module = import_file(path)
-    if not isinstance(getattr(module, "config", None), types.FunctionType):
-        raise ConfigError(f"config {str(path)!r}: must define a function config() that returns a RunConfig")
+    return returned(path, "config", RunConfig)
+
+
+def returned(path: Path, name: str, cls: type) -> Any:
+    """What the function `name` of a Python file returns, which must be a `cls`."""
+    function = getattr(import_file(path), name, None)
+    if not isinstance(function, types.FunctionType):
+        raise ConfigError(f"{name} {str(path)!r}: must define a function {name}() that returns a {cls.__name__}")
     try:
-        config = module.config()
+        found = function()
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"config {str(path)!r}: config() raised {type(error).__name__}: {error}") from error
-    if not isinstance(config, RunConfig):
-        raise ConfigError(f"config {str(path)!r}: config() returned {type(config).__name__}, must be a RunConfig")
-    return config
+        raise ConfigError(f"{name} {str(path)!r}: {name}() raised {type(error).__name__}: {error}") from error
+    if not isinstance(found, cls):
+        raise ConfigError(f"{name} {str(path)!r}: {name}() returned {type(found).__name__}, must be a {cls.__name__}")
+    return found
 
 
 def import_file(path: Path) -> types.ModuleType:

@@ -10,7 +10,6 @@ variants add. Where an initialiser has another scale, the draw is the same up to
 """
 
 import re
-import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -225,18 +224,7 @@ def load(name: str) -> Study:
         path = configs.configs_folder() / "studies" / f"{path.name}.py"
     if not path.is_file():
         raise ConfigError(f"study {str(name)!r}: no such file or shipped study; shipped are {', '.join(shipped())}")
-    function = getattr(configs.import_file(path), "study", None)
-    if not isinstance(function, types.FunctionType):
-        raise ConfigError(f"study {str(path)!r}: must define a function study() that returns a Study")
-    try:
-        study = function()
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"study {str(path)!r}: study() raised {type(error).__name__}: {error}") from error
-    if not isinstance(study, Study):
-        raise ConfigError(f"study {str(path)!r}: study() returned {type(study).__name__}, must be a Study")
-    return study
+    return configs.returned(path, "study", Study)
 
 
 def with_source(study: Study, source: str) -> Study:
