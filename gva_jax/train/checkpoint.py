@@ -1,8 +1,8 @@
 """Checkpoints of a run, on Orbax: written in the background, whole or not at all, and checked when they are read.
 
-    RUNS/NAME/checkpoints/STEP  params | optimizer (step, optimiser, random state) | data (position in the data)
-                                fingerprint (of params and of optimizer) | metrics (development loss, if measured there)
-    RUNS/NAME/damaged/STEP      one that could not be read, moved here when an older one was gone back to
+RUNS/NAME/checkpoints/STEP  params | optimizer (step, optimiser, random state) | data (position in the data)
+                            fingerprint (of params and of optimizer) | metrics (development loss, if measured there)
+RUNS/NAME/damaged/STEP      one that could not be read, moved here when an older one was gone back to
 """
 
 import contextlib
@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import shutil
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,6 +33,7 @@ from gva_jax.train.fingerprint import fingerprint
 from gva_jax.train.folder import read_config
 from gva_jax.train.state import TrainState
 
+_STRAGGLERS_SECONDS = 10
 _CHANGED = "not the values that were saved"
 _ITEMS = ("params", "optimizer", "data", "fingerprint")
 
@@ -63,7 +65,7 @@ class Checkpoints:
                     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
                 if jax.process_index() == 0:  # at once: Orbax would do it later, in a thread
                     for left in self._folder.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}"):
-                        shutil.rmtree(left)
+                        _remove(left)
             self._manager = _Manager(self._folder, item_names=_ITEMS, options=ocp.CheckpointManagerOptions(**options))
 
     # ---- writing -----------------------------------------------------------------------------------------------------
@@ -275,6 +277,18 @@ class _Manager(ocp.CheckpointManager):
             return super().metrics(step)
         except ValueError:
             return None  # not ranked
+
+
+def _remove(folder: Path) -> None:
+    """Also while a save that failed in this process still writes there: of several writers, Orbax awaits the first."""
+    end = time.monotonic() + _STRAGGLERS_SECONDS
+    while folder.exists():
+        try:
+            shutil.rmtree(folder)
+        except OSError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.05)
 
 
 def _everywhere(here: bool) -> bool:

@@ -6,6 +6,7 @@ import os
 import resource
 import shutil
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gva_jax.config import ConfigError, RunError, TrainConfig
+from gva_jax.train import checkpoint
 from gva_jax.train.checkpoint import Checkpoints
 from gva_jax.train.fingerprint import fingerprint
 from gva_jax.train.state import TrainState
@@ -215,11 +217,45 @@ def test_a_failure_in_orbaxs_thread_fails_the_next_save_and_leaves_the_last_one(
         with pytest.raises(RunError, match=r"No space left on device.*; step 1 is whole"):
             checkpoints.save(state(3), Position(30))
     assert capfd.readouterr().err == ""
+    _settled(tmp_path)
     found, at, said = restored(tmp_path)
     assert (int(found.step), at, said) == (1, 10, [])
     assert steps_in(tmp_path) == [1]  # what was half-written is gone
     written(tmp_path, 2)
     assert restored(tmp_path)[0].step == 2
+
+
+@pytest.mark.parametrize("times", [2, 1_000])
+def test_what_a_failed_save_still_writes_is_removed_when_it_is_done(tmp_path, monkeypatch, times):
+    """Files that come while the folder is emptied: `rmdir` finds it not empty."""
+    written(tmp_path, 1)
+    left = tmp_path / "checkpoints/2.orbax-checkpoint-tmp"
+    left.mkdir()
+    rmdir, refused = os.rmdir, []
+
+    def rmdir_of_a_folder_still_written_to(path, **options):
+        if str(path).endswith(left.name) and len(refused) < times:
+            refused.append(path)
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
+        rmdir(path, **options)
+
+    monkeypatch.setattr(os, "rmdir", rmdir_of_a_folder_still_written_to)
+    monkeypatch.setattr(checkpoint, "_STRAGGLERS_SECONDS", 0.5)
+    if times == 2:
+        assert restored(tmp_path)[0].step == 1
+        assert steps_in(tmp_path) == [1] and len(refused) == 2
+    else:
+        with pytest.raises(RunError, match="cannot hold checkpoints: Directory not empty"):
+            restored(tmp_path)
+
+
+def _settled(folder: Path, seconds: float = 0.5) -> None:
+    """Until the writers that the failed one left behind have ended: nothing changes any more."""
+    listing = lambda: sorted((str(p), p.stat().st_size) for p in folder.rglob("*"))
+    seen = None
+    while seen != (now := listing()):
+        seen = now
+        time.sleep(seconds)
 
 
 def _disk_is_full(*_, **__):
