@@ -26,17 +26,20 @@ RULES = {
     "heads": "tensor",
     "groups": "tensor",  # replicated where there is one group (MQA): then only heads are split
     "hidden": "tensor",
+    "width": "fsdp",  # of what a map reads: a head's values, MLA's latent
+    "heads x width": ("tensor", "fsdp"),
     None: None,
 }
 
-# Parameter path (of one layer, or of the model) -> logical axes. Stacked layers have one more axis in front.
+# Parameter path (of one layer, or of the model) -> logical axes. Stacked layers have one more axis in front. Of several
+# choices the first is taken that splits the array evenly: maps may be narrower than fsdp. See `whole`.
 PARAMETERS = (
     (r"embedding/embedding", ("vocab", "embed")),
     (r"unembedding/kernel", ("embed", "vocab")),
     (r"attention/query/kernel", ("embed", "heads")),
     (r"attention/(key|value)/kernel", ("embed", "groups")),
     (r"attention/(rope_key|latent)/kernel", ("embed", None)),
-    (r"attention/(key_map|value_map)", (None, "heads")),
+    (r"attention/(key_map|value_map)", ("width", "heads"), (None, "heads x width"), (None, "heads")),
     (r"attention/output/kernel", ("heads", "embed")),
     (r"attention/value_transform/gate/kernel", ("embed", "groups")),
     (r"attention/value_transform/kernel", (None, "groups")),
@@ -101,15 +104,34 @@ def state_shardings(tree, model: ModelConfig, mesh: Mesh):
         name = "/".join(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
         if leaf.ndim == 0 or name == "rng":
             return NamedSharding(mesh, P())
-        for pattern, logical in PARAMETERS:
+        for pattern, *choices in PARAMETERS:
             if re.search(rf"(^|/){pattern}$", name):
-                stacked = leaf.ndim - len(logical)
+                stacked = leaf.ndim - len(choices[0])
                 if stacked not in (0, 1):
-                    raise ValueError(f"parameter {name} has shape {leaf.shape}, the table expects axes {logical}")
-                return NamedSharding(mesh, P(*[None] * stacked, *spec(*logical, one_group=one_group)))
+                    raise ValueError(f"parameter {name} has shape {leaf.shape}, the table expects axes {choices[0]}")
+                found = [P(*[None] * stacked, *spec(*logical, one_group=one_group)) for logical in choices]
+                partition = next((one for one in found if _evenly(leaf.shape, one, mesh)), found[-1])
+                return NamedSharding(mesh, partition)
         raise ValueError(f"no sharding rule for parameter {name} of shape {leaf.shape}: add one to PARAMETERS")
 
     return jax.tree_util.tree_map_with_path(one, tree)
+
+
+def _evenly(shape: tuple[int, ...], partition: P, mesh: Mesh) -> bool:
+    ways = lambda axes: math.prod(mesh.shape[a] for a in ((axes,) if isinstance(axes, str) else axes or ()))
+    return all(size % ways(axes) == 0 for size, axes in zip(shape, partition, strict=True))
+
+
+def whole(abstract_params) -> list[str]:
+    """Which maps fsdp does not split, in words, of parameters with declared shardings: it divides neither axis."""
+    told = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(abstract_params):
+        name, fsdp = path[-1].key, leaf.sharding.mesh.shape["fsdp"]
+        unsplit = tuple(leaf.sharding.spec)[-2:] == tuple(spec(None, "heads"))
+        if name in ("key_map", "value_map") and fsdp > 1 and unsplit:
+            shape = " x ".join(map(str, leaf.shape[-2:]))
+            told.append(f"{name} ({shape}) is whole on every device: fsdp = {fsdp} divides neither axis")
+    return list(dict.fromkeys(told))
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

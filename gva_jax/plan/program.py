@@ -44,6 +44,7 @@ class Compiled:
 
     `memory` in bytes a device, as the compiler reports them: arguments without their padding. `attention` is the
     implementation of training attention in it, `passed_over` better ones with the reasons why each was not taken.
+    `whole`: which maps are not split, in words.
     """
 
     text: str
@@ -52,6 +53,7 @@ class Compiled:
     passed_over: dict[str, str]
     seconds: float
     refused: str | None = None
+    whole: tuple[str, ...] = ()
 
 
 def fitted(config: RunConfig, mesh: MeshConfig, devices: int) -> RunConfig:
@@ -95,6 +97,7 @@ def compile_step(
         if kept is not None and kept.is_file():
             return Compiled(**json.loads(gzip.decompress(kept.read_bytes()))), mesh
         chosen = dict(attention=implementation, passed_over=choice.get("passed_over", {}))
+        chosen |= dict(whole=tuple(sharding.whole(state.params)))
         try:
             compiled = lowered.compile(compiler_options=options or None)
         except Exception as error:

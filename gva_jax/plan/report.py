@@ -39,6 +39,7 @@ class Plan:
     mfu: float | None = None
     kernel_calls: dict[str, int] | None = None
     uncounted: tuple[str, ...] = ()
+    whole: tuple[str, ...] = ()
 
     @property
     def bound(self) -> float:
@@ -60,6 +61,7 @@ def plan(config: RunConfig, topology: Topology, mesh: Mesh, compiled: Compiled) 
         topology=topology.name,
         mesh=dict(mesh.shape),
         accumulation=config.train.accumulation,
+        whole=tuple(compiled.whole),
         parameters=about["parameters"],
         attention=compiled.attention,
         real_attention=real_attention(compiled, topology),
@@ -237,6 +239,7 @@ def notes(config: RunConfig, plans: list[Plan]) -> list[str]:
             lines.append(f"mesh {mesh_name(one.mesh)}: the compiler refuses: {one.refused}")
         if one.uncounted:
             lines.append(f"mesh {mesh_name(one.mesh)}: FLOPs of {', '.join(one.uncounted)} are not counted")
+        lines += [f"mesh {mesh_name(one.mesh)}: {told}" for told in one.whole]
     if (four := break_even(config, 4)) is not None:
         attention, five = config.model.attention, break_even(config, 5)
         d, r = attention.head_dim, attention.rope_dim

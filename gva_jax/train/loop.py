@@ -96,6 +96,8 @@ def _train(config: RunConfig, display: Display, watch: Watch, stop: StopRequest,
     shape = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
     tokens = config.data.batch_size * config.data.context_length
     display.say(f"model: {parameters:,} parameters; mesh: {shape}; {tokens:,} tokens a step")
+    for told in sharding.whole(abstract.params):
+        display.say(told)
 
     development, options = None, config.train
     due = lambda every: every and step % every == 0 and step < options.steps

@@ -13,12 +13,15 @@ import jax
 import numpy as np
 import pytest
 import tiny_run as tiny
+from jax.sharding import AbstractMesh
 
 from gva_jax import model as models
 from gva_jax import sharding
 from gva_jax.config import AttentionConfig, ConfigError, DataConfig, MeshConfig, RunConfig, TrainConfig, load
 from gva_jax.display import Display
+from gva_jax.train import optimizer as optimizers
 from gva_jax.train.loop import train
+from gva_jax.train.state import abstract
 from gva_jax.train.step import make_eval_step, put
 
 B, T = 24, 56
@@ -195,6 +198,26 @@ def test_meshes_that_cannot_split_a_sequence_are_refused(change, told):
     run = replace(tiny.config(), **change)
     with pytest.raises(ConfigError, match=told):
         sharding.check(run, sharding.make_mesh(run.mesh))
+
+
+@pytest.mark.parametrize(
+    ("r", "fsdp", "split", "told"),
+    [
+        (16, 16, ("fsdp", "tensor"), []),  # the width, 64
+        (16, 256, (None, ("tensor", "fsdp")), []),  # 16 heads x 48
+        (24, 256, (None, "tensor"), ["key_map (64 x 640) is whole on every device: fsdp = 256 divides neither axis"]),
+    ],
+)
+def test_maps_are_split_over_fsdp_on_the_axis_that_it_divides(r, fsdp, split, told):
+    run = load("gva_350m")
+    model = replace(run.model, attention=replace(run.model.attention, rope_dim=r))
+    devices = AbstractMesh((1, fsdp, 1, 1), sharding.AXES)
+    state = abstract(models.Transformer(model), optimizers.make(run.optimizer, 10), 0, devices)
+    for tree in (state.params, state.opt_state):
+        found = {tuple(x.sharding.spec) for path, x in jax.tree_util.tree_leaves_with_path(tree)
+                 if str(path[-1]) == "['key_map']"}  # fmt: skip
+        assert found == {(None, *split)}
+    assert sharding.whole(state.params) == told
 
 
 # ---- processes -------------------------------------------------------------------------------------------------------
