@@ -143,9 +143,9 @@ class ModelConfig:
     dropout: float = 0.0
     # Scan over stacked layers (compile time independent of depth) rather than unrolling them.
     scan_layers: bool = True
-    # What the backward pass recomputes: nothing, all but matrix products' results, or whole layers; never what
-    # splash or chunked attention returned.
-    remat: Literal["none", "dots", "full"] = "none"
+    # What layers keep for the backward pass, which recomputes the rest. none: all that it needs. dots: matrix products'
+    # and attention's results. attention: attention's result, so that no flash kernel runs twice. full: their inputs.
+    remat: Literal["none", "dots", "attention", "full"] = "none"
     # Activations. Softmax, norms' statistics and logits are float32 whatever this says.
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     # Parameters and optimiser state.

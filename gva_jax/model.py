@@ -21,11 +21,14 @@ from gva_jax.compat import wide_dtype
 from gva_jax.config import ConfigError, ModelConfig
 from gva_jax.sharding import constrain
 
-# What the forward pass keeps. Attention's own result is among it, so that a flash kernel does not run again: it is what
-# is dearest to compute again, of the width of one activation.
+# What layers keep, beside their inputs. Attention's result is dearest to compute again, and one activation wide.
 _KEPT = jax.checkpoint_policies.save_only_these_names(KEPT)
 _DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-REMAT_POLICIES = {"dots": jax.checkpoint_policies.save_from_both_policies(_DOTS, _KEPT), "full": _KEPT}
+REMAT_POLICIES = {
+    "dots": jax.checkpoint_policies.save_from_both_policies(_DOTS, _KEPT),
+    "attention": _KEPT,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
 
 
 def _dtypes(config: ModelConfig) -> dict:

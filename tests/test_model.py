@@ -82,18 +82,20 @@ def test_stack_undoes_unstack():
 def test_rematerialisation_changes_the_program_and_not_the_result(scan, layers):
     with jax.enable_x64(True):
         tokens = ids()
-        models = [make(scan_layers=scan, num_layers=layers, remat=remat, **F64) for remat in ("none", "dots", "full")]
+        levels = ("none", "dots", "attention", "full")
+        models = [make(scan_layers=scan, num_layers=layers, remat=remat, **F64) for remat in levels]
         variables = weights(models[0])
         results, products = [], []
         for model in models:
             step = jax.jit(jax.value_and_grad(lambda v, m=model: loss(m, v, tokens))).trace(variables)
             products.append(count_dots(step.jaxpr))
             results.append(jax.device_get(step.lower().compile()(variables)))
-    for remat in (1, 2):
+    for remat in (1, 2, 3):
         for a, b in zip(jax.tree.leaves(results[remat]), jax.tree.leaves(results[0]), strict=True):
             assert relative(a, b) < 1e-12
-    # "full" computes every product again on the way back; "dots" only those with a batch axis (scores, outputs).
-    assert products[0] < products[1] < products[2]
+    # "dots" computes products with a batch axis again (scores, outputs), "attention" all that lead up to its result or
+    # follow it, "full" that as well.
+    assert products[0] < products[1] < products[2] < products[3]
 
 
 def count_dots(jaxpr) -> int:

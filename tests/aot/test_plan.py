@@ -13,7 +13,7 @@ from gva_jax.config import AttentionConfig, DataConfig, ModelConfig, RunConfig
 
 def config():
     attention = AttentionConfig("gva", 4, 2, head_dim=64, rope_dim=16, q_norm=True, key_init="scale_matched")
-    model = ModelConfig(512, 3, 128, 256, attention, dtype="bfloat16", remat="full")
+    model = ModelConfig(512, 3, 128, 256, attention, dtype="bfloat16", remat="attention")
     return RunConfig(name="tiny", model=model, data=DataConfig(context_length=640, batch_size=8))
 """
 L, D, F, V, H, G, d, r, T, B = 3, 128, 256, 512, 4, 2, 64, 16, 640, 8
