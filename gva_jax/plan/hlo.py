@@ -260,7 +260,7 @@ def parse(text: str) -> Program:
         if re.match(r"\s+(ROOT )?%?[\w.\-]+ = ", line):
             finish()
             pending = line
-        elif line == "}" or line.startswith("} //"):
+        elif re.match(r"\}(, execution_thread=| //|$)", line):
             finish()
             current = None
         elif current is None and line.endswith("{") and (found := re.match(r"(ENTRY )?%?([\w.\-]+) ", line)):

@@ -174,6 +174,34 @@ ENTRY %main (a: f32[10,100], b: f32[10,100], i: s32[]) -> f32[10,100] {
     assert count(hlo.parse(text), {"data": 1}).hbm_bytes == 400 + 400 + 4  # read a row, write a row, an index
 
 
+def test_what_a_sparse_core_does_is_counted_once():
+    text = """HloModule m
+
+%gathered (p: bf16[1000,64], i: s32[20]) -> bf16[20,64] {
+  %p = bf16[1000,64]{1,0} parameter(0)
+  %i = s32[20]{0} parameter(1)
+  ROOT %g = bf16[20,64]{1,0} gather(%p, %i), offset_dims={1}
+}, execution_thread="sparsecore"
+
+%called (p.1: bf16[1000,64], i.1: s32[20]) -> bf16[20,64] {
+  %p.1 = bf16[1000,64]{1,0} parameter(0)
+  %i.1 = s32[20]{0} parameter(1)
+  ROOT %f = bf16[20,64]{1,0} fusion(%p.1, %i.1), kind=kCustom, calls=%gathered
+}, execution_thread="sparsecore"
+
+ENTRY %main (a: bf16[1000,64], b: s32[20]) -> bf16[20,64] {
+  %a = bf16[1000,64]{1,0} parameter(0)
+  %b = s32[20]{0} parameter(1)
+  %s = ((bf16[1000,64]{1,0}, s32[20]{0}), bf16[20,64]{1,0}, u32[]) call-start(%a, %b), async_execution_thread="sparsecore", to_apply=%called
+  ROOT %d = bf16[20,64]{1,0} call-done(%s)
+}
+"""  # noqa: E501
+    program = hlo.parse(text)
+    assert set(program.computations) == {"gathered", "called", "main"}
+    rows = 2 * 20 * 64
+    assert count(program, {"data": 1}).hbm_bytes == rows + rows + 4 * 20  # read, written, and the indices
+
+
 # ---- the real step, compiled here ------------------------------------------------------------------------------------
 
 B, T = 4, 24
