@@ -94,6 +94,7 @@ def against_gqa(plans) -> list[str]:
         {
             line
             for _, config, _ in plans
+            if "," not in config.name
             for line in (f"{config.name}: {note}" for note in report.notes(config, [plans[0][0]]) if "absorbed" in note)
         }
     )

@@ -28,9 +28,9 @@ SHARES = {
     "collective-permute": lambda n: 1,
 }
 # Operations that move nothing: views, and what is counted elsewhere.
-_STILL = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "call-start",
-          "after-all", "partition-id", "replica-id", "opt-barrier", "optimization-barrier", "iota", "async-start",
-          "async-update", "async-done", "broadcast"}  # fmt: skip
+_STILL = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call",
+          "call-start", "after-all", "partition-id", "replica-id", "opt-barrier", "optimization-barrier", "iota",
+          "async-start", "async-update", "async-done", "broadcast"}  # fmt: skip
 
 
 @dataclass

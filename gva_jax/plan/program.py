@@ -8,7 +8,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,7 +30,7 @@ _MEMORY = {
     "arguments": "argument_size_in_bytes",
     "outputs": "output_size_in_bytes",
     "aliased": "alias_size_in_bytes",
-    "temporaries": "temp_size_in_bytes",
+    "temporaries as summarised": "temp_size_in_bytes",
     "code": "generated_code_size_in_bytes",
     "peak": "peak_memory_in_bytes",
 }
@@ -42,7 +42,8 @@ _TOO_LARGE = re.compile(r"Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT]) hbm|Out of m
 class Compiled:
     """A compiled step. `text` is empty where the compiler refused it for want of memory, and `refused` says so.
 
-    `memory` in bytes a device, as the compiler reports them: arguments without their padding. `attention` is the
+    `memory` in bytes a device, as the compiler reports them: arguments without their padding; `temporaries` is what it
+    sets aside for them, "temporaries as summarised" its own summary, which on TPUs is more. `attention` is the
     implementation of training attention in it, `passed_over` better ones with the reasons why each was not taken.
     `whole`: which maps are not split, in words.
     """
@@ -108,6 +109,9 @@ def compile_step(
             return Compiled("", {}, **chosen, seconds=seconds, refused=" ".join(said.split())), mesh
     sizes = compiled.memory_analysis()
     memory = {name: int(getattr(sizes, field, 0)) for name, field in _MEMORY.items()}
+    memory["temporaries"] = memory["temporaries as summarised"]
+    if allocated := getattr(sizes, "total_allocation_bytes", 0):  # from JAX 0.11 on; equal for CPUs and GPUs
+        memory["temporaries"] = allocated - sizes.indefinite_allocations
     done = Compiled(compiled.as_text(), memory, **chosen, seconds=time.monotonic() - begun)
     if kept is not None:
         kept.parent.mkdir(parents=True, exist_ok=True)
@@ -118,14 +122,16 @@ def compile_step(
 
 
 def _kept(text: str, topology: Topology, options) -> Path:
-    """Where the compiled form of a lowered program is kept: by all that decides on it, the compilers included."""
+    """Where the compiled form of a lowered program is kept: by all that decides on it, the compilers included, and
+    by what is kept of it."""
     from importlib.metadata import packages_distributions, version
 
     installed = {name for names in packages_distributions().values() for name in names}
     compilers = [name for name in ("jax", "jaxlib", "libtpu", "jax-cuda13-pjrt", "nvidia-cuda-nvcc") if
                  name in installed]  # fmt: skip
     versions = {name: version(name) for name in compilers}
-    what: list[Any] = [text, topology.name, options or {}, versions, os.environ.get("XLA_FLAGS", "")]
+    form = [field.name for field in fields(Compiled)] + list(_MEMORY)
+    what: list[Any] = [text, topology.name, options or {}, versions, os.environ.get("XLA_FLAGS", ""), form]
     key = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
     return cache_folder() / "plan" / f"{key[:32]}.json.gz"
 

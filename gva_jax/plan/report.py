@@ -122,15 +122,15 @@ def memory_of(program: hlo.Program, reported: dict[str, int]) -> dict[str, int]:
 
 
 def break_even(config: RunConfig, products: int) -> float | None:
-    """The context at which absorbed GVA's training step costs as many FLOPs as GQA's of the same heads and groups.
+    """The context at which GVA's training step, absorbed, costs as many FLOPs as GQA's of the same heads and groups.
 
     GVA's projections are smaller: 3 x 2 FLOPs a parameter and token are saved. Its keys are wider by r: each of the
     `products` of a training step that run over the keys' width costs 2 L H r (T + 1)/2 more a token. There are 4 where
     scores are computed once more in the backward pass, as flash attention does, and 5 where two backward kernels do.
-    None where keys are not absorbed or have no rotary part.
+    None where keys cannot be absorbed or have no rotary part.
     """
     attention = config.model.attention
-    if attention.family != "gva" or attention.form != "absorbed" or not attention.rope_dim:
+    if attention.family != "gva" or not attention.rope_dim:
         return None
     gqa = replace(config, model=matching_gqa(config.model))
     saved = (describe(one)["parameters_by_part"]["attention"] for one in (gqa, config))
@@ -243,7 +243,8 @@ def notes(config: RunConfig, plans: list[Plan]) -> list[str]:
     if (four := break_even(config, 4)) is not None:
         attention, five = config.model.attention, break_even(config, 5)
         d, r = attention.head_dim, attention.rope_dim
-        lines.append(f"absorbed keys are {d} + {r} wide: QK costs {(d + r) / d:g} of GQA's; a step's FLOPs equal GQA's "
-                     f"at context {four:,.0f} ({five:,.0f} where both backward kernels compute the scores), this is "
-                     f"{config.data.context_length:,}")  # fmt: skip
+        would = "are" if attention.form == "absorbed" else f"(here they are materialised, {d} wide) would be"
+        lines.append(f"absorbed keys {would} {d} + {r} wide: QK costs {(d + r) / d:g} of GQA's; a step's FLOPs equal "
+                     f"GQA's at context {four:,.0f} ({five:,.0f} where both backward kernels compute the scores), this "
+                     f"is {config.data.context_length:,}")  # fmt: skip
     return lines

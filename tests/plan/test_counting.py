@@ -8,12 +8,12 @@ import pytest
 import tiny
 
 from gva_jax import sharding
-from gva_jax.config import DataConfig, MeshConfig, OptimizerConfig, RunConfig
+from gva_jax.config import DataConfig, MeshConfig, OptimizerConfig, RunConfig, load
 from gva_jax.info import describe
 from gva_jax.plan import hlo
 from gva_jax.plan.count import count, replica_groups, spanned
 from gva_jax.plan.program import PARTS
-from gva_jax.plan.report import activations, memory_of
+from gva_jax.plan.report import activations, break_even, memory_of
 from gva_jax.train import optimizer as optimizers
 from gva_jax.train import state as states
 from gva_jax.train.step import make_train_step
@@ -281,3 +281,21 @@ def test_on_a_mesh_devices_share_the_products_and_gather_parameters_only():
     counts = count(program, {"data": 1, "fsdp": 4, "tensor": 1, "context": 1})
     assert counts.flops == by_hand(run) / 4
     assert set(counts.bytes_over()) == {"fsdp"}
+
+
+# ---- what a plan says ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "r", "four", "five"), [("gva_350m", 16, 1_151, 921), ("gva_350m_r24", 24, 767, 613)])
+def test_the_context_at_which_absorbed_gva_costs_what_gqa_does(name, r, four, five):
+    config = load(name)
+    # Saved a layer and token: the key projection but for M and the rotated key, 6 FLOPs a parameter. Paid: the products
+    # over the keys' width, r wider, over half the square of the context.
+    saved = 1024 * 4 * 64 - 16 * 64 * (64 - r) - 1024 * r
+    for products, told in ((4, four), (5, five)):
+        context = break_even(config, products)
+        assert 6 * saved == pytest.approx(products * 16 * r * (context + 1)) and round(context) == told
+
+
+def test_no_context_is_told_where_keys_are_not_absorbed():
+    assert break_even(load("gqa_350m"), 4) is break_even(load("gva_350m_baseline"), 4) is None
