@@ -122,6 +122,7 @@ def files(tmp_path):
     return paths
 
 
+@pytest.mark.long
 def test_the_command(capsys, files):
     assert main(["bench", "train", *files, "--batch-size", "8", "--context", "24", "--rounds", "2", "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)

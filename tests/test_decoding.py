@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cover import thinned
 from tiny import ATTENTION, VOCAB, make, weights
 
 from gva_jax import decoding
@@ -44,7 +45,7 @@ def x64():
 # ---- what is written -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ATTENTION)
+@pytest.mark.parametrize("family", thinned(ATTENTION, 3))
 def test_greedy_generation_is_the_argmax_of_full_forwards(family, x64):
     truth = forwards(family)
     assert len({tuple(row) for row in truth}) == 3
@@ -67,7 +68,7 @@ def test_prompts_may_be_arrays(x64):
     assert generate(*setup("gva"), list(prompts), max_new_tokens=1) == [row[:1] for row in lists]
 
 
-@pytest.mark.parametrize(("dtype", "wide"), [("float32", True), ("bfloat16", False)])
+@pytest.mark.parametrize(("dtype", "wide"), thinned([("float32", True), ("bfloat16", False)], 2))
 def test_lower_precisions_generate_where_x64_is_on_or_off(dtype, wide):
     with jax.enable_x64(wide):
         out = generate(*setup("gva", dtype, num_layers=1), PROMPTS[::2], max_new_tokens=4, temperature=0.8, top_p=0.9)

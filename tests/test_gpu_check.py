@@ -18,6 +18,7 @@ def check(out, *options):
     return done, json.loads((out / "gpu_check.json").read_text()) if (out / "gpu_check.json").exists() else None
 
 
+@pytest.mark.long
 def test_a_rehearsal_runs_every_kind_of_piece(tmp_path):
     done, figures = check(tmp_path, "--rehearse")
     assert done.returncode == 0, done.stdout + done.stderr

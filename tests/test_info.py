@@ -7,6 +7,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import pytest
+from cover import thinned
 from jax.extend.core import jaxprs_in_params
 
 from gva_jax import cli
@@ -167,7 +168,7 @@ def tiny(attention, context, **model):
 
 
 @pytest.mark.parametrize("model", [{}, {"tie_embeddings": False, "scan_layers": False, "remat": "dots"}])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", thinned(KINDS, 2))
 def test_forward_flops_are_the_traced_programs(kind, model):
     """The traced forward scores all T positions, so it costs what the formula says of a mean of T: (2T - 1 + 1) / 2."""
     T = 32
@@ -195,7 +196,7 @@ def test_training_flops_are_the_traced_programs_without_recomputation(kind, mode
     assert counted - B * T * again == B * T * training_flops(config)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", thinned(KINDS, 2))
 def test_decode_flops_are_the_traced_programs(kind):
     S = 128
     config = tiny(KINDS[kind], S)

@@ -10,6 +10,7 @@ from readme import block_with
 from gva_jax import GroupedValueAttention, LatentAttention, MultiHeadAttention
 
 
+@pytest.mark.long
 def test_the_readmes_example():
     names = {}
     exec(block_with("ToNNX"), names)

@@ -46,7 +46,7 @@ def differentiated(attend, *operands):
     ("case", "mesh"),
     [
         (Case(384, 4, 2, 24, 16, True), dict(context=3)),  # a document over two borders, padding at the end
-        (Case(256, 4, 2, 16, 16, False), dict(tensor=2, context=2)),
+        pytest.param(Case(256, 4, 2, 16, 16, False), dict(tensor=2, context=2), marks=pytest.mark.long),
         (Case(256, 4, 1, 24, 16, True), dict(data=2, tensor=2, context=2)),  # one group, on every device
     ],
     ids=["three stretches", "two and groups", "one group"],

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cover import thinned
 from variants import VARIANTS, D, inputs, relative, weights
 
 from gva_jax.attention import GroupedValueAttention, rebuilt
@@ -60,7 +61,7 @@ CASES = [(name, *how) for name in CROSSED for how in HOW[:2]]
 CASES += [(name, *HOW[i % 4]) for i, name in enumerate(n for n in VARIANTS if n not in CROSSED)]
 
 
-@pytest.mark.parametrize(("name", "layout", "implementation"), CASES)
+@pytest.mark.parametrize(("name", "layout", "implementation"), thinned(CASES, 2))
 def test_decoding_equals_the_forward(name, layout, implementation, monkeypatch):
     monkeypatch.setattr(xla, "BLOCK", 60)  # several blocks, the last of which is moved back into the cache
     monkeypatch.setattr(rebuilt, "REBUILD_BLOCK", 128)
@@ -101,7 +102,7 @@ SEGMENTS = jnp.array([0] * 5 + [1] * 4 + [-1] * 3)
 POSITIONS = jnp.array([0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 0, 0])
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", thinned(FAMILIES, 2))
 def test_nothing_leaks(name):
     with jax.enable_x64(True):
         module = VARIANTS[name](**F64)

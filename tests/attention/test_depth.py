@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cover import thinned
 from tiny import ids, relative, weights
 from variants import inputs
 
@@ -51,7 +52,7 @@ def model(kind, sources=(0, 1), **kw):
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", thinned(KINDS, 2))
 def test_prefill_and_decode_equal_the_forward(kind):
     with jax.enable_x64(True):
         sizes = {} if kind == "gva" else dict(sources=(0,), num_layers=2)

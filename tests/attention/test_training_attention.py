@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cover import thinned
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 from variants import VARIANTS, D, inputs, relative, weights
@@ -118,7 +119,7 @@ def attend(request, monkeypatch):
     return chunked.attention
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", thinned(CASES, 2), ids=str)
 def test_values_and_gradients_equal_float64(case, attend):
     q, k, v, ids = operands(case)
     found = run(attend, q, k, v, ids, case.scale)
@@ -162,7 +163,7 @@ def on_one_device(case: Case):
 @pytest.mark.parametrize(
     ("case", "mesh"),
     [
-        (Case(40, 4, 2, 24, 16, True), MeshConfig(data=2, tensor=2)),
+        pytest.param(Case(40, 4, 2, 24, 16, True), MeshConfig(data=2, tensor=2), marks=pytest.mark.long),
         (Case(33, 4, 1, 16, 16, False), MeshConfig(data=2, tensor=2)),  # one group: every device has it
         (Case(40, 4, 2, 24, 16, True, B=4), MeshConfig(data=2, fsdp=2, tensor=2)),
     ],

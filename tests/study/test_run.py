@@ -109,7 +109,7 @@ def test_a_study_is_spread_over_sessions(whole, tmp_path):
     assert found(study, tmp_path).items() <= found(study, whole).items()
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_members_together_equal_the_same_alone(whole, tmp_path, monkeypatch, devices):
     """Two seeds at two learning rates, four members on one device or two on each; equal within float32 noise."""
     monkeypatch.setattr(jax, "device_count", lambda: devices)
@@ -128,6 +128,7 @@ def test_members_together_equal_the_same_alone(whole, tmp_path, monkeypatch, dev
     assert len(losses) == 4 and min(np.diff(losses)) > 1e-3  # members differ, so equality above says something
 
 
+@pytest.mark.long
 def test_variants_that_differ_in_initial_values_alone_are_one_program(tmp_path):
     default = Variant({"model.attention.key_init": "default"})
     study = small.study(seeds=(11,), pairs=(), variants={"matched": Variant(), "default": default})
@@ -149,6 +150,7 @@ def test_a_member_is_what_the_trainer_makes_of_its_config(whole, tmp_path):
     assert record.development.loss == pytest.approx(report.development.loss, rel=1e-6)
 
 
+@pytest.mark.long
 def test_the_search_never_reads_the_heldout_split(tmp_path, monkeypatch):
     read, batches = [], run.evaluation_batches
     monkeypatch.setattr(
@@ -166,6 +168,7 @@ def test_the_search_never_reads_the_heldout_split(tmp_path, monkeypatch):
     assert records.rates(study) == {"gva": (1e-2,)}
 
 
+@pytest.mark.long
 def test_a_swap_is_measured_on_the_trained_weights(tmp_path):
     study = replace(ONE_SEED, base=changed(ONE_SEED.base, {"train.steps": 2}))
     assert run.run(study, tmp_path, QUIET, together=1).complete

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 import small
+from cover import thinned
 
 from gva_jax import config as configs
 from gva_jax.config import ConfigError
@@ -106,7 +107,7 @@ def initial(study: Study, variant: str, seed: int) -> dict[str, np.ndarray]:
     return {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(params)}
 
 
-@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("scan", thinned([False, True], 2))
 def test_parameters_of_equal_path_and_shape_start_equal(scan):
     """Up to the initialiser's scale, whatever a variant adds: draws follow the path."""
     silu = {"model.attention.value_transform": "silu"}

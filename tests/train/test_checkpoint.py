@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cover import thinned
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -290,7 +291,7 @@ DAMAGES = {
 
 # What Python prints of failures in threads, pytest makes warnings of.
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", thinned(DAMAGES, 2))
 def test_from_a_damaged_checkpoint_it_goes_back_to_the_one_before(tmp_path, damage, capfd):
     written(tmp_path, 1, 2, 3, keep=3)
     DAMAGES[damage](tmp_path / "checkpoints/3")

@@ -41,6 +41,7 @@ def test_the_window_is_looked_for_near_the_start():
     assert window(1, 10**6, lambda step: step % 3 == 0 and step < 10**5) == range(4, 7)
 
 
+@pytest.mark.long
 def test_a_trace_of_a_first_launch_and_of_a_resumed_one(tmp_path):
     run = tiny_run(tmp_path)
     model = replace(run.model, num_layers=1, scan_layers=False)
