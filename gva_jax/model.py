@@ -5,6 +5,7 @@ Letters: B batch, T positions, D model width, L layers, vocab the vocabulary siz
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import flax.linen as nn
 import jax
@@ -38,6 +39,25 @@ def _dtypes(config: ModelConfig) -> dict:
 def _wide(config: ModelConfig):
     """The logits' dtype: they leave the last product unrounded, whatever the activations are."""
     return wide_dtype(jnp.dtype(config.dtype))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _rows(like, table: Float[Array, "vocab D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    """`table[tokens]`, of the shape and dtype `like`.
+
+    Its gradient is summed in float32: a batch has thousands of a frequent token, whose sum would swallow bfloat16's
+    terms.
+    """
+    return jnp.take(table, tokens, axis=0)
+
+
+def _rows_backward(like, tokens, dx):
+    shape, dtype = like
+    wide = wide_dtype(dtype)
+    return jnp.zeros(shape, wide).at[tokens].add(dx.astype(wide)).astype(dtype), None
+
+
+_rows.defvjp(lambda like, table, tokens: (_rows(like, table, tokens), tokens), _rows_backward)
 
 
 class SwiGLU(nn.Module):
@@ -150,7 +170,7 @@ class Transformer(nn.Module):
 
     def _layers(self, tokens, positions, segment_ids) -> Float[Array, "B T D"]:
         table = constrain(self.embedding.embedding.astype(self.config.dtype), "vocab", None)
-        x = constrain(jnp.take(table, tokens, axis=0), "batch", "sequence", None)
+        x = constrain(_rows((table.shape, table.dtype), table, tokens), "batch", "sequence", None)
         if self.config.scan_layers:
             x, _ = self.layers(x, positions, segment_ids)
         else:
