@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from gva_jax.compat import wide_dtype
+from gva_jax.compat import target_platform, wide_dtype
 
 STD = 0.02  # of every projection and embedding unless an initialiser says otherwise
 
@@ -66,10 +66,28 @@ def apply_rope(x: Float[Array, "B T *H r"], positions: Int[Array, "B T"], base: 
     half, wide = x.shape[-1] // 2, wide_dtype(x.dtype)
     frequency = base ** (-jnp.arange(half, dtype=wide) / half)
     angle = positions[..., None].astype(wide) * frequency
+    if x.ndim == 4 and target_platform() == "tpu":
+        return _rotate_side_by_side(x, angle)
     angle = angle.reshape(*angle.shape[:2], *(1,) * (x.ndim - 3), half)
+    return _rotate(x, angle)
+
+
+def _rotate(x, angle):
     cos, sin = jnp.cos(angle), jnp.sin(angle)
-    a, b = jnp.split(x.astype(wide), 2, axis=-1)
+    a, b = jnp.split(x.astype(angle.dtype), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def _rotate_side_by_side(x: Float[Array, "B T H r"], angle: Float[Array, "B T half"]) -> Float[Array, "B T H r"]:
+    """The same with all heads' first halves side by side, then all second ones.
+
+    A TPU pads the minor axis to 128 lanes: the halves of each head alone would be float32 arrays of four times their
+    size. (On CPUs this is slower, cosines are computed once a head.)
+    """
+    B, T, H, r = x.shape
+    halves = x.reshape(B, T, H, 2, r // 2).swapaxes(2, 3).reshape(B, T, H * r)
+    turned = _rotate(halves, jnp.tile(angle, (1, 1, H)))
+    return turned.reshape(B, T, 2, H, r // 2).swapaxes(2, 3).reshape(x.shape)
 
 
 def default_positions(x: Float[Array, "B T D"], positions: Int[Array, "B T"] | None) -> Int[Array, "B T"]:

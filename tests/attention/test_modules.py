@@ -19,6 +19,7 @@ from gva_jax.attention import (
     LatentAttention,
     MultiHeadAttention,
     build,
+    layers,
 )
 from gva_jax.config import AttentionConfig, ConfigError
 
@@ -323,3 +324,20 @@ def test_a_module_works_inside_another_model():
     assert relative(rematerialised, full) < 1e-6
     compact = jax.eval_shape(CompactHost().init, jax.random.key(0), x)["params"]
     assert {"LatentAttention_0", "LatentAttention_1"} <= set(compact)
+
+
+# ---- rotary positions ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("H", "r"), [(3, 2), (4, 16), (1, 64)])
+def test_a_tpu_rotates_in_another_order_and_to_the_same_values(H, r, monkeypatch):
+    x, positions = inputs(2, 5, H, r), jnp.asarray([[0, 1, 2, 3, 4], [7, 8, 0, 1, 900]])
+    here = jax.value_and_grad(lambda x: (layers.apply_rope(x, positions, 1e4) ** 3).sum())(x)
+    shapes = []
+    rotate = layers._rotate
+    monkeypatch.setattr(layers, "_rotate", lambda x, angle: shapes.append(x.shape) or rotate(x, angle))
+    monkeypatch.setattr(layers, "target_platform", lambda: "tpu")
+    there = jax.value_and_grad(lambda x: (layers.apply_rope(x, positions, 1e4) ** 3).sum())(x)
+    assert shapes == [(2, 5, H * r)]
+    for a, b in zip(here, there, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
