@@ -175,6 +175,19 @@ ENTRY %main (a: f32[10,100], b: f32[10,100], i: s32[]) -> f32[10,100] {
     assert count(hlo.parse(text), {"data": 1}).hbm_bytes == 400 + 400 + 4  # read a row, write a row, an index
 
 
+def test_so_does_a_slice_that_is_not_fused():
+    text = """HloModule m
+
+ENTRY %main (a: f32[10,100], i: s32[]) -> f32[1,100] {
+  %a = f32[10,100]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %row = f32[1,100]{1,0} dynamic-slice(%a, %i, %zero), dynamic_slice_sizes={1,100}
+}
+"""
+    assert count(hlo.parse(text), {"data": 1}).hbm_bytes == 400 + 400
+
+
 def test_what_a_sparse_core_does_is_counted_once():
     text = """HloModule m
 

@@ -38,10 +38,12 @@ def config() -> RunConfig:
                      mesh=MeshConfig(fsdp=4))  # fmt: skip
 
 
-def planned(text: str = TEXT, **changes):
-    places = [SimpleNamespace(id=i, coords=(i % 2, i // 2, 0), core_on_chip=0) for i in range(4)]
-    mesh = SimpleNamespace(shape=dict(zip(sharding.AXES, (1, 4, 1, 1), strict=True)), axis_names=sharding.AXES,
-                           devices=np.array(places).reshape(1, 4, 1, 1))  # fmt: skip
+PLACES = [SimpleNamespace(id=i, coords=(i % 2, i // 2, 0), core_on_chip=0) for i in range(4)]
+
+
+def planned(text: str = TEXT, sizes=(1, 4, 1, 1), **changes):
+    mesh = SimpleNamespace(shape=dict(zip(sharding.AXES, sizes, strict=True)), axis_names=sharding.AXES,
+                           devices=np.array(PLACES).reshape(sizes))  # fmt: skip
     compiled = Compiled(text, SIZES, "splash", {}, seconds=9.0)
     return plan(config(), TOPOLOGY, mesh, replace(compiled, **changes))
 
@@ -56,6 +58,20 @@ def test_times_are_those_of_the_chip_and_the_longest_bounds_the_step():
     assert one.bound == max(one.seconds.values())
     model_flops = 8 * 32 * describe(config())["flops_per_token"]["training"]
     assert one.mfu == pytest.approx(model_flops / (4 * PEAK * one.bound))
+
+
+def test_collectives_of_one_axis_follow_each_other_and_axes_go_on_at_once():
+    gather = (
+        "  %g{n} = bf16[1024,1024]{{1,0}} all-gather(%b), channel_id={n}, replica_groups={groups}, dimensions={{0}}\n"
+    )
+    along_x, along_y = "{{0,1},{2,3}}", "{{0,2},{1,3}}"
+    more = [gather.format(n=n, groups=groups) for n, groups in ((2, along_x), (3, along_x), (4, along_y))]
+    one = planned(TEXT.replace("  ROOT", "".join(more) + "  ROOT"), (1, 2, 2, 1))
+    rows, columns = SIZE / 2, SIZE / 2  # what a device gets of a matrix from the other one
+    assert one.bytes_over == {"fsdp x tensor": SIZE * 3 / 4, "tensor": 2 * rows, "fsdp": columns}
+    times = [TOPOLOGY.seconds(nbytes, places, 2) for nbytes, places in ((2 * rows, PLACES[:2]), (columns, PLACES[::2]))]
+    both = TOPOLOGY.seconds(SIZE * 3 / 4, PLACES, 4)
+    assert one.seconds["network"] == pytest.approx(max(*times, both)) and times[0] > max(times[1], both)
 
 
 def test_memory_is_all_that_the_program_needs_and_decides_on_what_fits():
