@@ -53,10 +53,9 @@ COVER = [  # (data, fsdp, tensor, context)
     ("mha", (2, 2, 2, 1)),
     ("gva_materialised", (2, 2, 2, 1)),
 ]
-REST = sorted(
-    {*itertools.product(FAMILIES, [(2, 2, 2, 1), (2, 2, 1, 2), (1, 2, 1, 4), (1, 1, 2, 4), (2, 1, 2, 2), (1, 1, 1, 8)])}
-    - {*COVER}
-)
+# Every three of the four axes. (Eight devices do not split over all four.)
+THREE = [(2, 2, 2, 1), (2, 2, 1, 2), (2, 1, 2, 2), (1, 2, 2, 2)]
+REST = sorted({*itertools.product(FAMILIES, THREE)} - {*COVER})
 
 
 def config(family: str, mesh: tuple[int, ...], **kw) -> RunConfig:
