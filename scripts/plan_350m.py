@@ -78,6 +78,14 @@ INTRODUCTION = [
 ]
 
 
+FORMS = [
+    "By the bound the materialised form is the better one, and the configs' default. The bound takes FLOPs as they",
+    "are: a matrix unit 128 wide makes as many passes for keys of 64 as for 80 or 88, so on a TPU the absorbed form",
+    "may cost no time more, and it moves fewer bytes. Neither has been timed on one: try",
+    "`--model.attention.form absorbed` there.",
+]
+
+
 def against_gqa(plans) -> list[str]:
     """State, FLOPs and temporaries of every pair on one topology, and where a step's FLOPs are equal."""
     lines = ["| config | topology | state / GQA | FLOPs / GQA | temporaries / GQA |", "|---|---|---:|---:|---:|"]
@@ -112,7 +120,7 @@ def forms(plans) -> list[str]:
         figures = (one.flops["total"] / 1e12, one.hbm_bytes / 1e9, one.memory["temporaries"] / 1e9, one.bound * 1e3)
         lines.append(f"| {base} | {topology} | {config.model.attention.form} | "
                      + " | ".join(f"{x:.2f}" for x in figures) + " |")  # fmt: skip
-    return lines
+    return [*lines, "", *FORMS]
 
 
 if __name__ == "__main__":
