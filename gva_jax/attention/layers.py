@@ -69,25 +69,27 @@ def apply_rope(x: Float[Array, "B T *H r"], positions: Int[Array, "B T"], base: 
     if x.ndim == 4 and target_platform() == "tpu":
         return _rotate_side_by_side(x, angle)
     angle = angle.reshape(*angle.shape[:2], *(1,) * (x.ndim - 3), half)
-    return _rotate(x, angle)
+    turned = _rotate(*jnp.split(x.astype(wide), 2, axis=-1), angle)
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
-def _rotate(x, angle):
+def _rotate(a, b, angle):
+    """Of first halves and second halves."""
     cos, sin = jnp.cos(angle), jnp.sin(angle)
-    a, b = jnp.split(x.astype(angle.dtype), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    return a * cos - b * sin, b * cos + a * sin
 
 
 def _rotate_side_by_side(x: Float[Array, "B T H r"], angle: Float[Array, "B T half"]) -> Float[Array, "B T H r"]:
-    """The same with all heads' first halves side by side, then all second ones.
+    """The same with all heads' first halves side by side, and all second ones.
 
     A TPU pads the minor axis to 128 lanes: the halves of each head alone would be float32 arrays of four times their
     size. (On CPUs this is slower, cosines are computed once a head.)
     """
     B, T, H, r = x.shape
-    halves = x.reshape(B, T, H, 2, r // 2).swapaxes(2, 3).reshape(B, T, H * r)
-    turned = _rotate(halves, jnp.tile(angle, (1, 1, H)))
-    return turned.reshape(B, T, 2, H, r // 2).swapaxes(2, 3).reshape(x.shape)
+    halves = x.reshape(B, T, H, 2, r // 2)
+    a, b = (halves[:, :, :, i].reshape(B, T, H * r // 2).astype(angle.dtype) for i in (0, 1))
+    turned = _rotate(a, b, jnp.tile(angle, (1, 1, H)))
+    return jnp.stack([y.astype(x.dtype).reshape(B, T, H, r // 2) for y in turned], axis=3).reshape(x.shape)
 
 
 def default_positions(x: Float[Array, "B T D"], positions: Int[Array, "B T"] | None) -> Int[Array, "B T"]:
