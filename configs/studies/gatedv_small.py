@@ -42,5 +42,5 @@ def study() -> Study:
             ("gatedv", "affine_match"),
             ("gatedv", "matched_silu"),
         ),
-        search=Search((1.2e-3, 2.4e-3, 4.8e-3), seed=1, steps=400),
+        search=Search((6e-4, 1.2e-3, 2.4e-3, 4.8e-3), seed=1, steps=400),
     )

@@ -52,5 +52,5 @@ def study() -> Study:
             ("gqa", "gva_r16_silu"),
             ("gqa", "mla"),
         ),
-        search=Search((1.2e-3, 2.4e-3, 4.8e-3), seed=1, steps=400),
+        search=Search((6e-4, 1.2e-3, 2.4e-3, 4.8e-3), seed=1, steps=400),
     )
