@@ -90,7 +90,7 @@ NOTES = [
     "- Matrix products alone, as on MaxText's side: attention kernels are left out of the TFLOP. The 24 layers run 24",
     "  of attention's forward kernels, or 48 where the backward pass runs them again.",
     "- Windowed einsum off: `xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000`, the only XLA option given.",
-    "- Compile seconds include tracing; with `--fresh` and nothing else on the machine's two cores.",
+    "- Compile seconds are the compiler's, with `--fresh` and nothing else on the machine's two cores.",
     "- Not met at equal rematerialisation: temporaries of `full` with windowed einsum off, and compile time. While the",
     "  MLP's backward pass runs, what attention computed again lies ready: queries in 64 of 128 lanes, and the splash",
     "  kernel's log-sum-exp, which it writes 128 times side by side (134 MB). A barrier that takes one of them at once",

@@ -45,7 +45,7 @@ class Compiled:
     `memory` in bytes a device, as the compiler reports them: arguments without their padding; `temporaries` is what it
     sets aside for them, "temporaries as summarised" its own summary, which on TPUs is more. `attention` is the
     implementation of training attention in it, `passed_over` better ones with the reasons why each was not taken.
-    `whole`: which maps are not split, in words.
+    `whole`: which maps are not split, in words. `seconds`: of the compiler.
     """
 
     text: str
@@ -90,7 +90,6 @@ def compile_step(
     shape = config.data.batch_size, config.data.context_length
     batch = {part: jax.ShapeDtypeStruct(shape, "int32") for part in PARTS}
     step = make_train_step(model, optimizer, schedule, state, mesh, config.train.accumulation)
-    begun = time.monotonic()
     with jax.set_mesh(mesh), _watched() as choice:
         lowered = step.jitted.lower(state, batch)
         implementation = config.model.attention.training_implementation or choice.get("implementation", "chunked")
@@ -99,6 +98,7 @@ def compile_step(
             return Compiled(**json.loads(gzip.decompress(kept.read_bytes()))), mesh
         chosen = dict(attention=implementation, passed_over=choice.get("passed_over", {}))
         chosen |= dict(whole=tuple(sharding.whole(state.params)))
+        begun = time.monotonic()
         try:
             compiled = lowered.compile(compiler_options=options or None)
         except Exception as error:
@@ -107,12 +107,12 @@ def compile_step(
             said = next((line for line in str(error).splitlines() if "Used " in line), str(error).splitlines()[0])
             seconds = time.monotonic() - begun
             return Compiled("", {}, **chosen, seconds=seconds, refused=" ".join(said.split())), mesh
-    sizes = compiled.memory_analysis()
+    seconds, sizes = time.monotonic() - begun, compiled.memory_analysis()
     memory = {name: int(getattr(sizes, field, 0)) for name, field in _MEMORY.items()}
     memory["temporaries"] = memory["temporaries as summarised"]
     if allocated := getattr(sizes, "total_allocation_bytes", 0):  # from JAX 0.11 on; equal for CPUs and GPUs
         memory["temporaries"] = allocated - sizes.indefinite_allocations
-    done = Compiled(compiled.as_text(), memory, **chosen, seconds=time.monotonic() - begun)
+    done = Compiled(compiled.as_text(), memory, **chosen, seconds=seconds)
     if kept is not None:
         kept.parent.mkdir(parents=True, exist_ok=True)
         partial = kept.with_suffix(f".{os.getpid()}")
