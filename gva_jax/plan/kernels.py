@@ -40,9 +40,10 @@ def attention(op: Op) -> str | None:
 def _splash(op: Op, shapes) -> int | None:
     if (kind := attention(op)) is None:
         return None
-    # Operands: two tables of tiles (.., queries, keys), then q (B, H, T, dk), k (B, G, S, dk), v (B, G, S, dv).
+    # Operands: two tables of tiles (.., queries, keys), then q (B, H, T, dk), k (B, G, S, dk), v (B, G, S, dv); without
+    # B where a device has one sequence.
     table = next(a for a in shapes if a.dtype in ("s8", "s16", "s32") and len(a.dims) >= 2)
-    q, k, v = [a for a in shapes if len(a.dims) == 4][:3]
+    q, k, v = [a for a in shapes if a.dtype in ("bf16", "f32") and len(a.dims) >= 3][:3]
     (*batch, T, dk), S, dv = q.dims, k.dims[-2], v.dims[-1]
     blocks = table.dims[-1]  # along queries as along keys: `gva_jax.attention.training.splash` has square tiles
     pairs = math.prod(batch) * (blocks * (blocks + 1) // 2) * (T // blocks) * (S // blocks)

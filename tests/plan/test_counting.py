@@ -216,6 +216,30 @@ ENTRY %main (a: bf16[1000,64], b: s32[20]) -> bf16[20,64] {
     assert count(program, {"data": 1}).hbm_bytes == rows + rows + 4 * 20  # read, written, and the indices
 
 
+@pytest.mark.parametrize("batch", ["", "3,"])
+def test_attention_kernels_of_one_sequence_and_of_several(batch):
+    shapes = (f"bf16[{batch}16,1024,80]", f"bf16[{batch}4,1024,80]", f"bf16[{batch}4,1024,64]")
+    q, k, v = (
+        f"%{name} = {shape}{{0}} parameter({i})" for i, (name, shape) in enumerate(zip("qkv", shapes, strict=True))
+    )
+    text = f"""HloModule m
+
+ENTRY %main () -> bf16[16] {{
+  {q}
+  {k}
+  {v}
+  %next = s8[1,2,2]{{2,1,0}} parameter(3)
+  %ids = s32[1024,128]{{1,0}} parameter(4)
+  %splash_mha_fwd.1 = bf16[16]{{0}} custom-call(%next, %next, %q, %k, %v, %ids), custom_call_target="tpu_custom_call"
+  ROOT %splash_mha_dq.1 = bf16[16]{{0}} custom-call(%next, %next, %q, %k, %v, %ids), custom_call_target="tpu_custom_call"
+}}
+"""  # noqa: E501
+    counts = count(hlo.parse(text), {"data": 1})
+    pairs = 16 * 3 * 512 * 512 * (3 if batch else 1)  # three of four tiles of 512
+    assert counts.kernel_flops == 2 * pairs * ((80 + 64) + (80 + 64 + 80))
+    assert counts.kernel_calls == {"splash_mha_fwd": 1, "splash_mha_dq": 1}
+
+
 # ---- the real step, compiled here ------------------------------------------------------------------------------------
 
 B, T = 4, 24
