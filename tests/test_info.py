@@ -126,7 +126,7 @@ def test_flops_of_gva_350m_by_hand(form, scored):
     scores_and_values = 2 * H * (scored + d) * (T + 1) // 2
     forward = layers * (2 * (projections + 3 * D * hidden) + scores_and_values) + 2 * D * vocab
     config = load("gva_350m")
-    assert config.model.attention.form == "materialised"
+    assert config.model.attention.form == "absorbed"
     model = replace(config.model, attention=replace(config.model.attention, form=form))
     figures = describe(replace(config, model=model))["flops_per_token"]
     assert figures["forward"] == forward
