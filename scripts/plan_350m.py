@@ -106,6 +106,7 @@ def against_gqa(plans) -> list[str]:
             for line in (f"{config.name}: {note}" for note in report.notes(config, [plans[0][0]]) if "absorbed" in note)
         }
     )
+    found += [f"{one.config} on {one.topology}: {told}" for one, *_ in plans for told in one.whole]
     return [*lines, "", *(f"- {line}" for line in found)]
 
 
