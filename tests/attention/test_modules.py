@@ -331,7 +331,7 @@ def test_a_module_works_inside_another_model():
 
 @pytest.mark.parametrize(("H", "r"), [(3, 2), (4, 16), (1, 64)])
 def test_a_tpu_rotates_in_another_order_and_to_the_same_values(H, r, monkeypatch):
-    x, positions = inputs(2, 5, H, r), jnp.asarray([[0, 1, 2, 3, 4], [7, 8, 0, 1, 900]])
+    x, positions = inputs(2, 5, H, r, dtype=np.float32), jnp.asarray([[0, 1, 2, 3, 4], [7, 8, 0, 1, 900]])
     here = jax.value_and_grad(lambda x: (layers.apply_rope(x, positions, 1e4) ** 3).sum())(x)
     shapes = []
     rotate = layers._rotate
