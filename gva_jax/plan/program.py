@@ -96,8 +96,8 @@ def compile_step(
         kept = _kept(lowered.as_text(), topology, options) if keep else None
         if kept is not None and kept.is_file():
             return Compiled(**json.loads(gzip.decompress(kept.read_bytes()))), mesh
-        chosen = dict(attention=implementation, passed_over=choice.get("passed_over", {}))
-        chosen |= dict(whole=tuple(sharding.whole(state.params)))
+        passed_over, whole = choice.get("passed_over", {}), tuple(sharding.whole(state.params))
+        chosen = dict(attention=implementation, passed_over=passed_over, whole=whole)
         begun = time.monotonic()
         try:
             compiled = lowered.compile(compiler_options=options or None)
