@@ -107,11 +107,7 @@ def compile_step(
             said = next((line for line in str(error).splitlines() if "Used " in line), str(error).splitlines()[0])
             seconds = time.monotonic() - begun
             return Compiled("", {}, **chosen, seconds=seconds, refused=" ".join(said.split())), mesh
-    seconds, sizes = time.monotonic() - begun, compiled.memory_analysis()
-    memory = {name: int(getattr(sizes, field, 0)) for name, field in _MEMORY.items()}
-    memory["temporaries"] = memory["temporaries as summarised"]
-    if allocated := getattr(sizes, "total_allocation_bytes", 0):  # from JAX 0.11 on; equal for CPUs and GPUs
-        memory["temporaries"] = allocated - sizes.indefinite_allocations
+    seconds, memory = time.monotonic() - begun, reported_memory(compiled)
     done = Compiled(compiled.as_text(), memory, **chosen, seconds=seconds)
     if kept is not None:
         kept.parent.mkdir(parents=True, exist_ok=True)
@@ -119,6 +115,16 @@ def compile_step(
         partial.write_bytes(gzip.compress(json.dumps(asdict(done)).encode(), 6, mtime=0))
         partial.replace(kept)
     return done, mesh
+
+
+def reported_memory(compiled: jax.stages.Compiled) -> dict[str, int]:
+    """Bytes of one device, as `Compiled.memory` has them."""
+    sizes = compiled.memory_analysis()
+    memory = {name: int(getattr(sizes, field, 0)) for name, field in _MEMORY.items()}
+    memory["temporaries"] = memory["temporaries as summarised"]
+    if allocated := getattr(sizes, "total_allocation_bytes", 0):  # from JAX 0.11 on; equal for CPUs and GPUs
+        memory["temporaries"] = allocated - sizes.indefinite_allocations
+    return memory
 
 
 def _kept(text: str, topology: Topology, options) -> Path:
