@@ -1,4 +1,4 @@
-"""GVA against GQA at a small size, with and without SiLU on the values; text and budget as in gatedv_small.
+"""GVA against GQA at a small size, with and without SiLU on the values; text as in gatedv_small, 1,200 updates each.
 
 Two groups of two heads of 32. MLA has GVA's cache, 72 scalars per token and layer; GQA has 128.
 """
@@ -26,7 +26,7 @@ def study() -> Study:
         about="Grouped value attention (72 scalars of cache per token and layer at r = 8) against grouped-query "
         "attention (128), each with and without SiLU on the values: 6 layers, width 128, 4 heads of 32 in 2 groups. "
         "The other rows on the first seed, at a learning rate found for the row beside them.",
-        base=changed(load("gatedv_small"), REDUCED),
+        base=changed(load("gatedv_small"), REDUCED | {"train.steps": 1200}),
         variants={
             "gqa": Variant(_GQA),
             "gqa_silu": Variant(_GQA | SILU),
@@ -52,5 +52,5 @@ def study() -> Study:
             ("gqa", "gva_r16_silu"),
             ("gqa", "mla"),
         ),
-        search=Search((6e-4, 1.2e-3, 2.4e-3, 4.8e-3), seed=1, steps=400),
+        search=Search((6e-4, 1.2e-3, 2.4e-3, 4.8e-3), seed=1, steps=300),
     )
