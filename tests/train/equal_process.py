@@ -1,4 +1,4 @@
-"""One of two processes that train the tiny model from a checkpoint of one process, print losses and save.
+"""One of two processes that train the quickstart's model from a checkpoint of one process, print losses and save.
 
 equal_process.py ADDRESS INDEX FOLDER DTYPE STEPS
 """
@@ -27,8 +27,8 @@ class Position:
 
 
 folder, dtype, steps = sys.argv[3:]
-run = tiny.config(mesh=MeshConfig(data=2, fsdp=2, tensor=2), dtype=dtype, param_dtype=dtype)
-it = tiny.Run(run, state=False)
+run = tiny.quickstart(MeshConfig(data=2, fsdp=2, tensor=2), dtype)
+it = tiny.Run(run, state=False).optimised()
 assert len(jax.local_devices()) == 4 and it.mesh.size == 8
 checkpoints = Checkpoints(folder, TrainConfig(keep=2))
 state, losses = checkpoints.restore(it.abstract, Position()), []

@@ -298,13 +298,14 @@ class _Position:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("dtype", "steps", "within"),
-    [("float64", 20, 1e-9), ("float32", 1, 1e-6)],
+    [("float64", 20, 1e-12), ("float32", 1, 1e-6)],
 )
 def test_two_processes_of_four_devices_equal_one_of_eight(tmp_path, dtype, steps, within):
-    """Losses, and checkpoints both ways: the processes begin with what one process saved, and save what it restores."""
-    run = tiny.config(mesh=MeshConfig(data=2, fsdp=2, tensor=2), dtype=dtype, param_dtype=dtype)
+    """Losses of the quickstart's model, which on this mesh are those of one device (test_sharding.py); and checkpoints
+    both ways: the processes begin with what one process saved, and save what it restores."""
+    run = tiny.quickstart(MeshConfig(data=2, fsdp=2, tensor=2), dtype)
     with jax.enable_x64(dtype == "float64"):
-        it = tiny.Run(run)
+        it = tiny.Run(run).optimised()
         begin = Checkpoints(tmp_path, TrainConfig(keep=2))
         begin.save(it.state, _Position())
         begin.wait()
@@ -318,7 +319,7 @@ def test_two_processes_of_four_devices_equal_one_of_eight(tmp_path, dtype, steps
         assert [e.code for e in ends] == [0, 0], ends
         for ended in ends:
             np.testing.assert_allclose(json.loads(ended.out.splitlines()[-1]), losses, rtol=within, atol=0)
-        assert steps == 1 or losses[-1] < 0.9 * losses[0]  # it has learnt, so the comparison is not one of constants
+        assert steps == 1 or losses[-1] < losses[0] - 0.1  # it has learnt, so the comparison is not one of constants
 
         theirs = Checkpoints(tmp_path)
         assert theirs.latest == steps

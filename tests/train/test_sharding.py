@@ -150,19 +150,11 @@ def test_gva_gathers_half_of_what_gqa_does():
 
 @functools.cache
 def quickstart_losses(mesh: tuple[int, ...] | None, dtype: str, steps: int) -> list[float]:
-    """The shipped config's model and optimiser, on 8 sequences of 64 a step; None: one device."""
-    run = load("quickstart")
-    run = replace(
-        run, model=replace(run.model, dtype=dtype, param_dtype=dtype), mesh=MeshConfig(*mesh or ()),
-        data=replace(run.data, batch_size=8, context_length=64),
-    )  # fmt: skip
+    """On a mesh; None: one device."""
+    run = tiny.quickstart(mesh and MeshConfig(*mesh), dtype)
     with jax.enable_x64(dtype == "float64"):
         it = tiny.one_device(run) if mesh is None else tiny.Run(run)
-        # As users compile: the tests' quick compilation is exact to 1e-11 only after one step of Adam.
-        with jax.set_mesh(it.mesh):
-            lowered = it.step.jitted.lower(it.state, put(tiny.batch(0, run), it.mesh))
-            it.step = lowered.compile(compiler_options={"xla_backend_optimization_level": 3})
-        return [m["loss"] for m in it.advance(steps)]
+        return [m["loss"] for m in it.optimised().advance(steps)]
 
 
 @pytest.mark.long
