@@ -37,6 +37,16 @@ def require(condition: bool, name: str, value: Any, right: str) -> None:
         raise ConfigError(f"{name} = {value!r}: {right}")
 
 
+def check_numbers(config: Any, part: str) -> None:
+    """Refuses, in the fields of a dataclass, what is not finite and what does not fit a counter (32 bits; text 64)."""
+    for one in dataclasses.fields(config):
+        value, bits = getattr(config, one.name), 63 if one.name == "max_bytes" else 32 if one.name == "seed" else 31
+        if isinstance(value, float):
+            require(math.isfinite(value), f"{part}{one.name}", value, "must be a finite number")
+        elif isinstance(value, int):
+            require(abs(value) < 2**bits, f"{part}{one.name}", value, f"must be below 2**{bits}")
+
+
 def check_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
     """Refuses head counts that no attention family can have. G divides H."""
     require(num_heads >= 1, "num_heads", num_heads, "must be 1 or more")
@@ -112,6 +122,7 @@ class AttentionConfig:
     training_implementation: TrainingImplementation | None = None
 
     def __post_init__(self):
+        check_numbers(self, "model.attention.")
         groups = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
         check_heads(self.num_heads, groups, self.head_dim)
         check_rope_dim(self.rope_dim, self.head_dim)
@@ -152,6 +163,7 @@ class ModelConfig:
     param_dtype: Literal["float32", "bfloat16", "float64"] = "float32"
 
     def __post_init__(self):
+        check_numbers(self, "model.")
         for name in ("vocab_size", "num_layers", "model_dim", "hidden_dim"):
             require(getattr(self, name) >= 1, f"model.{name}", getattr(self, name), "must be 1 or more")
         require(0 <= self.dropout < 1, "model.dropout", self.dropout, "must be at least 0 and below 1")
@@ -195,6 +207,7 @@ class DataConfig:
     directory: str | None = None
 
     def __post_init__(self):
+        check_numbers(self, "data.")
         for name in ("context_length", "batch_size"):
             require(getattr(self, name) >= 1, f"data.{name}", getattr(self, name), "must be 1 or more")
         require(0 < self.holdout < 0.5, "data.holdout", self.holdout, "must lie between 0 and 0.5")
@@ -229,11 +242,13 @@ class OptimizerConfig:
     skip_spikes: float | None = None
 
     def __post_init__(self):
+        check_numbers(self, "optimizer.")
         require(self.learning_rate > 0, "optimizer.learning_rate", self.learning_rate, "must be above 0")
         require(0 <= self.final_ratio <= 1, "optimizer.final_ratio", self.final_ratio, "must lie between 0 and 1")
         require(0 <= self.warmup < 1, "optimizer.warmup", self.warmup, "must be at least 0 and below 1")
         require(0 <= self.b1 < 1, "optimizer.b1", self.b1, "must be at least 0 and below 1")
         require(0 <= self.b2 < 1, "optimizer.b2", self.b2, "must be at least 0 and below 1")
+        require(self.eps > 0, "optimizer.eps", self.eps, "must be above 0")
         require(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "must not be negative")
         positive = self.clip_norm is None or self.clip_norm > 0
         require(positive, "optimizer.clip_norm", self.clip_norm, "must be above 0, or None")
@@ -257,6 +272,7 @@ class MeshConfig:
     context: int = 1
 
     def __post_init__(self):
+        check_numbers(self, "mesh.")
         require(self.data == -1 or self.data >= 1, "mesh.data", self.data, "must be -1 or a positive integer")
         for name in ("fsdp", "tensor", "context"):
             require(getattr(self, name) >= 1, f"mesh.{name}", getattr(self, name), "must be 1 or more")
@@ -293,6 +309,7 @@ class TrainConfig:
     stall_seconds: float = 600
 
     def __post_init__(self):
+        check_numbers(self, "train.")
         for name in ("steps", "accumulation", "log_every", "keep"):
             require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "must be 1 or more")
         for name in ("eval_every", "eval_batches", "checkpoint_every", "keep_every", "keep_best", "max_skips"):
@@ -321,6 +338,7 @@ class SampleConfig:
     top_p: float = 0.95
 
     def __post_init__(self):
+        check_numbers(self, "sample.")
         require(self.max_new_tokens >= 1, "sample.max_new_tokens", self.max_new_tokens, "must be 1 or more")
         require(self.temperature >= 0, "sample.temperature", self.temperature, "must not be negative (0: greedy)")
         require(0 < self.top_p <= 1, "sample.top_p", self.top_p, "must be above 0 and at most 1")

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from gva_jax.config import ConfigError, RunConfig, load, require, shipped
+from gva_jax.config import ConfigError, RunConfig, check_numbers, load, require, shipped
 
 # A run's config among a command's options: its fields are options by their dotted names, without a prefix.
 _Config = Annotated[RunConfig, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff]
@@ -130,6 +130,7 @@ class PrepareOptions:
 
     def __post_init__(self):
         require(bool(self.out), "out", self.out, "must be the name of a folder")
+        check_numbers(self, "")
         require(self.vocab_size >= 1, "vocab_size", self.vocab_size, "must be 1 or more")
         require(self.max_bytes is None or self.max_bytes >= 1, "max_bytes", self.max_bytes, "must be 1 or more")
         require(0 < self.holdout < 0.5, "holdout", self.holdout, "must lie between 0 and 0.5")

@@ -6,6 +6,7 @@ import pytest
 
 from gva_jax import config as c
 from gva_jax.config import AttentionConfig, ConfigError, DataConfig, RunConfig, TrainConfig
+from gva_jax.options import PrepareOptions
 
 SHIPPED = (
     "gatedv_medium",
@@ -47,6 +48,16 @@ SHIPPED = (
         (lambda: DataConfig(max_bytes=0), "data.max_bytes = 0"),
         (lambda: c.OptimizerConfig(learning_rate=0.0), "optimizer.learning_rate = 0.0"),
         (lambda: c.OptimizerConfig(learning_rate=float("nan")), "optimizer.learning_rate = nan"),
+        (
+            lambda: c.OptimizerConfig(learning_rate=float("inf")),
+            "optimizer.learning_rate = inf: must be a finite",
+        ),
+        (lambda: c.OptimizerConfig(eps=-1.0), "optimizer.eps = -1.0: must be above 0"),
+        (lambda: c.SampleConfig(temperature=float("inf")), "sample.temperature = inf: must be a finite number"),
+        (lambda: TrainConfig(steps=10**22), f"train.steps = {10**22}: must be below 2**31"),
+        (lambda: TrainConfig(seed=2**32), "train.seed = 4294967296: must be below 2**32"),
+        (lambda: PrepareOptions("s", "o", shard_megabytes=float("inf")), "shard_megabytes = inf: must be a finite"),
+        (lambda: PrepareOptions("s", "o", vocab_size=99_999_999_999), "vocab_size = 99999999999: must be below 2**31"),
         (lambda: c.OptimizerConfig(clip_norm=0.0), "optimizer.clip_norm = 0.0"),
         (lambda: c.MeshConfig(data=0), "mesh.data = 0"),
         (lambda: c.MeshConfig(context=0), "mesh.context = 0: must be 1 or more"),

@@ -159,7 +159,7 @@ class JsonLines(_Lines):
                 record = json.loads(raw.removeprefix(_BOM if start == 0 else b"").decode())
             except UnicodeDecodeError as error:
                 raise _not_utf8(path, line, raw, error) from None
-            except (json.JSONDecodeError, RecursionError) as error:
+            except (ValueError, RecursionError) as error:
                 raise BadInput(f"{path}:{line}: not JSON ({error})") from None
             where = f"{path}:{line}"
             if not isinstance(record, dict):

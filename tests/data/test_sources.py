@@ -155,6 +155,7 @@ BAD_LINES = [
     (b'{"text": null}\n', r"a.jsonl:1: field 'text' is NoneType, must be a string"),
     (b'{"text": "a \\ud800"}\n', r"a.jsonl:1: field 'text' is not text \(surrogates not allowed at character 2\)"),
     (b"[" * 100_000, r"a.jsonl:1: not JSON"),
+    (b'{"n": ' + b"1" * 5000 + b', "text": "a"}', r"a.jsonl:1: not JSON"),
 ]
 
 
