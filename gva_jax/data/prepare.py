@@ -328,8 +328,10 @@ def _finish(corpus: Path, progress: _Progress, recipe: Recipe, tokenizer: Tokeni
 
 
 def _require_documents(recipe: Recipe, split: str, there: bool) -> None:
-    limits = f"holdout = {recipe.holdout}" + (f" or max_bytes = {recipe.max_bytes}" if recipe.max_bytes else "")
-    right = f"none of its documents, if it has any, is in the {split} split: raise {limits}, or use a larger source"
+    change = "lower" if split == "train" else "raise"  # train has what the two others leave
+    limits = f"{change} holdout = {recipe.holdout}, "
+    limits += f"raise max_bytes = {recipe.max_bytes}, " if recipe.max_bytes else ""
+    right = f"none of its documents, if it has any, is in the {split} split: {limits}or use a larger source"
     require(there, "source", recipe.source, right)
 
 
