@@ -35,6 +35,7 @@ class TrainOptions:
     connect_seconds: float = 300
 
     def __post_init__(self):
+        check_numbers(self, "")
         require(self.connect_seconds > 0, "connect_seconds", self.connect_seconds, "must be above 0")
 
 
@@ -99,6 +100,7 @@ class GenerateOptions:
     json: _Flag = False
 
     def __post_init__(self):
+        check_numbers(self, "")
         require(Path(self.run).is_dir(), "run", self.run, "no such folder; `gva train` makes one")
         require(bool(self.prompt), "prompt", self.prompt, "give one or more, as --prompt TEXT")
         require(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "must be 1 or more")

@@ -6,7 +6,7 @@ import pytest
 
 from gva_jax import config as c
 from gva_jax.config import AttentionConfig, ConfigError, DataConfig, RunConfig, TrainConfig
-from gva_jax.options import PrepareOptions
+from gva_jax.options import GenerateOptions, PrepareOptions
 
 SHIPPED = (
     "gatedv_medium",
@@ -56,6 +56,7 @@ SHIPPED = (
         (lambda: c.SampleConfig(temperature=float("inf")), "sample.temperature = inf: must be a finite number"),
         (lambda: TrainConfig(steps=10**22), f"train.steps = {10**22}: must be below 2**31"),
         (lambda: TrainConfig(seed=2**32), "train.seed = 4294967296: must be below 2**32"),
+        (lambda: GenerateOptions(".", ("a",), temperature=float("inf")), "temperature = inf: must be a finite number"),
         (lambda: PrepareOptions("s", "o", shard_megabytes=float("inf")), "shard_megabytes = inf: must be a finite"),
         (lambda: PrepareOptions("s", "o", vocab_size=99_999_999_999), "vocab_size = 99999999999: must be below 2**31"),
         (lambda: c.OptimizerConfig(clip_norm=0.0), "optimizer.clip_norm = 0.0"),

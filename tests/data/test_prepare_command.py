@@ -22,7 +22,11 @@ QUIET = Display(quiet=True)
     ("changes", "vocab_size", "message"),
     [
         ({"source": "hf:a/b"}, 300, "source = 'hf:a/b': must be hf:NAME:SPLIT"),
-        ({"max_bytes": 10}, 300, "is in the train split: lower holdout = .*, raise max_b"),
+        (
+            {"max_bytes": 10},
+            300,
+            "none of its documents, if it has any, is in the train split: lower holdout = .*, raise max_bytes = 10, or",
+        ),
         ({"holdout": 1e-9}, 300, "is in the development split: raise holdout = 1e-09"),
         ({}, 256, "vocab_size = 256: must be 257 or more"),
         ({}, 10**6, "vocab_size = 1000000: must be [0-9]+ or less"),

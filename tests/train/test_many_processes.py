@@ -319,7 +319,7 @@ def test_two_processes_of_four_devices_equal_one_of_eight(tmp_path, dtype, steps
         assert [e.code for e in ends] == [0, 0], ends
         for ended in ends:
             np.testing.assert_allclose(json.loads(ended.out.splitlines()[-1]), losses, rtol=within, atol=0)
-        assert steps == 1 or losses[-1] < losses[0] - 0.1  # it has learnt, so the comparison is not one of constants
+        assert steps == 1 or losses[-1] < losses[0] - 0.4  # it has learnt, so the comparison is not one of constants
 
         theirs = Checkpoints(tmp_path)
         assert theirs.latest == steps
