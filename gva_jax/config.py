@@ -40,8 +40,10 @@ def require(condition: bool, name: str, value: Any, right: str) -> None:
 def check_numbers(config: Any, part: str) -> None:
     """Refuses, in the fields of a dataclass, what is not finite and what does not fit a counter (32 bits; text 64)."""
     for one in dataclasses.fields(config):
-        value, bits = getattr(config, one.name), 63 if one.name == "max_bytes" else 32 if one.name == "seed" else 31
-        if isinstance(value, float):
+        value, bits = getattr(config, one.name), 63 if one.name == "max_bytes" else 31
+        if one.name == "seed":
+            require(0 <= value < 2**32, f"{part}seed", value, "must be at least 0 and below 2**32")
+        elif isinstance(value, float):
             require(math.isfinite(value), f"{part}{one.name}", value, "must be a finite number")
         elif isinstance(value, int):
             require(abs(value) < 2**bits, f"{part}{one.name}", value, f"must be below 2**{bits}")

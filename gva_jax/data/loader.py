@@ -45,10 +45,13 @@ def train_iterator(
     of another number of processes, goes on with exactly the next batch.
 
     Raises:
-        ConfigError: the processes do not divide the batch, or the seed is out of range.
+        ConfigError: the processes do not divide the batch, or the whole split is smaller than a batch.
     """
     mine = _rows(data, process_index, process_count)
-    require(0 <= data.seed < 2**32, "data.seed", data.seed, "must be at least 0 and below 2**32")
+    split = corpus.splits["train"]
+    most = (split.tokens + split.documents) // data.batch_size  # each document has an end-of-text id
+    right = f"{data.batch_size:,} sequences (data.batch_size) of at most {most:,} tokens fit in the train split"
+    require(data.context_length <= most, "data.context_length", data.context_length, right)
     grain = needs_extra("grain")
     source = corpus.source("train")
     order = grain.MapDataset.range(len(source)).seed(data.seed).shuffle().repeat()

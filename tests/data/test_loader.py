@@ -190,8 +190,15 @@ def test_what_cannot_be_laid_out_is_refused(corpus, shaped):
         train_iterator(corpus, shaped(), process_count=3)
     with pytest.raises(ConfigError, match="batch_size = 8: must be a multiple of the 3 processes"):
         evaluation_batches(corpus, "heldout", shaped(), process_count=3)
-    with pytest.raises(ConfigError, match="seed = -1: must be at least 0"):
-        train_iterator(corpus, shaped(seed=-1))
+
+
+def test_no_batch_holds_the_text_more_than_once(corpus, shaped):
+    split = corpus.splits["train"]
+    most = (split.tokens + split.documents) // 2
+    train_iterator(corpus, shaped(batch_size=2, context_length=most)).close()
+    right = f"data.context_length = {most + 1}: 2 sequences .* of at most {most:,} tokens fit in the train split"
+    with pytest.raises(ConfigError, match=right):
+        train_iterator(corpus, shaped(batch_size=2, context_length=most + 1))
 
 
 def test_training_that_outpaces_any_model_is_fed(corpus, shaped):
