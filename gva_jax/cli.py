@@ -5,6 +5,7 @@ line, exit code 1.
 """
 
 import os
+import select
 import signal
 import sys
 import traceback
@@ -20,7 +21,9 @@ TRAIN_EXTRA = {"optax", "orbax", "grain", "tensorflow_datasets", "array_record",
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return the process's exit code."""
     try:
-        return _run(sys.argv[1:] if argv is None else list(argv))
+        code = _run(sys.argv[1:] if argv is None else list(argv))
+        sys.stdout.flush()
+        return code
     except ConfigError as error:
         return _refuse(str(error))
     except ModuleNotFoundError as error:
@@ -37,11 +40,22 @@ def main(argv: list[str] | None = None) -> int:
         if getattr(stop, "at_once", False):
             os._exit(code)  # Python itself would wait for threads that write
         return code
-    except SystemExit as stop:  # how the parser ends when it has printed help
-        return int(stop.code or 0)
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _reader_gone():
+            _end_others("the reader of its output has gone", 128 + signal.SIGPIPE)
+            return 128 + signal.SIGPIPE
         _end_others(error, 1)
         raise
+
+
+def _reader_gone() -> bool:
+    """Whether nobody reads standard output any more (`gva ... | head`); if so, what is left of it goes nowhere."""
+    output = select.poll()
+    output.register(1, 0)
+    gone = any(event & (select.POLLERR | select.POLLHUP) for _, event in output.poll(0))
+    if gone:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python itself would complain on exit
+    return gone
 
 
 def _refuse(message: str, code: int = 2) -> int:
@@ -68,7 +82,10 @@ def _run(argv: list[str]) -> int:
     elif name == "--version":
         print(f"gva-jax {__version__}")
     elif name in COMMANDS:
-        return COMMANDS[name](args) or 0
+        try:
+            return COMMANDS[name](args) or 0
+        except SystemExit as stop:  # how the parser ends when it has printed help
+            return int(stop.code or 0)
     else:
         from gva_jax.options import nearest
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 
@@ -250,6 +251,20 @@ def test_the_console_script_exits_with_the_code():
     code = "import sys; from gva_jax.cli import main; sys.exit(main(['train', 'nope']))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith("error: config 'nope'")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("args", [[], ["train", "--help"], ["info", "quickstart", "--json"]])
+def test_a_reader_that_has_gone_is_no_fault(args, unbuffered):
+    """`gva ... | head`: the end that a shell reports for SIGPIPE, and not a word."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    code = f"from gva_jax import cli; import sys; sys.exit(cli.main({args}))"
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 # ---- devices ---------------------------------------------------------------------------------------------------------

@@ -22,11 +22,14 @@ def study() -> Study:
     return Study(
         name="gatedv_small",
         about="SiLU on the values (GatedV) against plain multi-head attention: 6 layers, width 128, 4 heads of 32, "
-        "2,328,192 parameters. Ablations at the baseline's learning rate, on the first seed.",
+        "2,328,192 parameters. Ablations at the baseline's learning rate, on the first seed; on it also each of the "
+        "two at the other's rate.",
         base=changed(load("gatedv_small"), REDUCED),
         variants={
             "baseline": Variant(swap=SILU),
             "gatedv": Variant(SILU, swap=NONE),
+            "baseline_other_rate": Variant(seeds=(101,), rates_from="gatedv"),
+            "gatedv_other_rate": Variant(SILU, **once),
             "q_only": on("query"),
             "all_qkv": on("query", "key", "value"),
             "affine_match": values("affine_match"),
@@ -35,12 +38,14 @@ def study() -> Study:
         seeds=(101, 102, 103),
         pairs=(
             ("baseline", "gatedv"),
+            ("baseline", "gatedv_other_rate"),
+            ("baseline_other_rate", "gatedv"),
             ("baseline", "q_only"),
             ("baseline", "all_qkv"),
             ("baseline", "affine_match"),
             ("baseline", "matched_silu"),
-            ("gatedv", "affine_match"),
-            ("gatedv", "matched_silu"),
+            ("gatedv_other_rate", "affine_match"),
+            ("gatedv_other_rate", "matched_silu"),
         ),
         search=Search((6e-4, 1.2e-3, 2.4e-3, 4.8e-3), seed=1, steps=400),
     )
