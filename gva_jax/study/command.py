@@ -70,6 +70,8 @@ def command_line(options: StudyOptions) -> str:
         words += ["--data", f"{kind}:{local(where)}"]
     if options.out is not None:
         words += ["--out", local(options.out)]
+    if options.together is not None:  # a checkpoint is of the members that train together
+        words += ["--together", str(options.together)]
     return shlex.join(words)
 
 

@@ -6,9 +6,10 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
-from gva_jax.study.records import Record, confirmed, perplexity
+from gva_jax.study.records import Record, confirmed
 from gva_jax.study.spec import Study
 from gva_jax.study.statistics import mean
+from gva_jax.train.evaluation import perplexity
 
 
 def relative(baseline: Record, variant: Record) -> dict[int, float]:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,6 @@ _FREE = ("name", "runs", "sample.", "mesh.", "model.attention.training_implement
          "train.checkpoint_every", "train.keep", "train.stall_seconds")  # fmt: skip
 
 
-def perplexity(loss: float) -> float:
-    """Infinite where it is too large to be written."""
-    return math.exp(loss) if loss < 700 else math.inf
-
-
 @dataclass(frozen=True)
 class Record:
     """A finished member.
@@ -33,8 +27,9 @@ class Record:
       curve: (step, loss on the first `train.eval_batches` batches of the development split), the last step included.
       development, heldout: over the whole split at the end; held-out of confirmations only.
       swapped: held-out, with the variant's `swap`.
-      diverged_at: the step at which too many in a row had been skipped (not finite), where training ended; nothing was
-        measured then.
+      tokens: that it was trained on.
+      diverged_at: the step at which too many in a row had been skipped (not finite), where training ended, or the last
+        one, if its perplexity is not finite then; nothing was measured.
       seconds: of training and of measuring on the way, all `together` members of its program.
     """
 
@@ -121,15 +116,19 @@ class Records:
         return sorted(set(self._found) - {member.name for member in every(study, self.rates(study))})
 
     def rates(self, study: Study) -> dict[str, tuple[float, ...]]:
-        """Each variant's learning rates: the study's, or the best of its search where that has finished."""
+        """Each variant's learning rates: the study's, or the best of its search where that has finished.
+
+        None (an empty tuple) where it diverged at every rate.
+        """
         if study.learning_rates:
             return dict.fromkeys(study.variants, study.learning_rates)
         trials: dict[str, list[Record | None]] = {}
         for member in study.search_members():
             trials.setdefault(member.variant, []).append(self.get(member))
         best = {name: best_rate(found) for name, found in trials.items() if None not in found}
+        rates = {name: () if rate is None else (rate,) for name, rate in best.items()}
         source = {name: variant.rates_from or name for name, variant in study.variants.items()}
-        return {name: (best[source[name]],) for name in study.variants if source[name] in best}
+        return {name: rates[source[name]] for name in study.variants if source[name] in rates}
 
     def write(self, member: Member, **facts) -> Record:
         """Keep what came of a member. The file appears whole or not at all."""
@@ -143,17 +142,11 @@ class Records:
         return record
 
 
-def best_rate(trials: list[Record]) -> float:
-    """The learning rate with the lowest development loss.
-
-    Raises:
-      ConfigError: every trial diverged.
-    """
+def best_rate(trials: list[Record]) -> float | None:
+    """The learning rate with the lowest development loss; None if every trial diverged."""
     alive = [trial for trial in trials if trial.development is not None]
-    if not alive:
-        rates = ", ".join(f"{trial.learning_rate:g}" for trial in trials)
-        raise ConfigError(f"variants.{trials[0].variant}: diverged at every learning rate of the search ({rates})")
-    return min(alive, key=lambda trial: (trial.development.loss, trial.learning_rate)).learning_rate
+    order = lambda trial: (trial.development.loss, trial.learning_rate)
+    return min(alive, key=order).learning_rate if alive else None
 
 
 def _dump(record: Record) -> str:
@@ -180,8 +173,7 @@ def _read(path: Path) -> Record:
 
 
 def is_complete(study: Study, records: Records) -> bool:
-    rates = records.rates(study)
-    return set(rates) == set(study.variants) and all(records.get(member) for member in every(study, rates))
+    return all(records.get(member) for member in every(study, records.rates(study)))
 
 
 def confirmed(found: dict[str, Record]) -> dict[tuple[str, float], dict[int, Record]]:

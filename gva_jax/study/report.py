@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from gva_jax.config import ConfigError
-from gva_jax.study.records import Records, perplexity
+from gva_jax.study.records import Records
 from gva_jax.study.spec import Study
 from gva_jax.study.summary import summarise
+from gva_jax.train.evaluation import perplexity
 
 _SPLIT_NAMES = {"heldout": "held-out", "development": "development"}
 
@@ -83,6 +84,9 @@ def markdown(summary: dict[str, Any], command: str, note: str = "") -> str:
     if summary["diverged"]:
         absent = "\n".join(f"- {name}" for name in summary["diverged"])
         parts.append(f"Diverged (losses or gradients that are no numbers); their rows have no mean:\n\n{absent}")
+    if summary["without_rate"]:
+        names = ", ".join(summary["without_rate"])
+        parts.append(f"Diverged at every learning rate of the search, and so not confirmed: {names}.")
     told = f"Every confirmation: {summary['steps']:,} updates of {B} x {T} tokens, {summary['steps'] * B * T:,} in all."
     if corpus := summary["corpus"]:
         sizes = ", ".join(f"{_SPLIT_NAMES.get(name, name)} {corpus[name]['tokens']:,} tokens in "
@@ -130,7 +134,7 @@ def _search_table(summary: dict) -> str:
 def _trial(part: dict, rate: float) -> str:
     value = part["perplexity"].get(rate)
     if value is None:
-        return "missing" if part["best"] is None else "diverged"
+        return "diverged" if rate in part["diverged"] else "missing"
     return f"**{value:.3f}**" if rate == part["best"] else f"{value:.3f}"
 
 

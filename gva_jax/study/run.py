@@ -21,7 +21,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from gva_jax import __version__, runtime
+from gva_jax import __version__, runtime, sharding
 from gva_jax.config import ConfigError, MeshConfig, TrainConfig
 from gva_jax.data.corpus import Corpus, check_fits
 from gva_jax.data.loader import evaluation_batches, train_iterator
@@ -30,7 +30,7 @@ from gva_jax.display import Display
 from gva_jax.model import Transformer
 from gva_jax.study import programs
 from gva_jax.study.records import Records, kept
-from gva_jax.study.spec import CONFIRM, Member, Study, changed, every
+from gva_jax.study.spec import CONFIRM, Member, Study, changed, every, naming
 from gva_jax.train import record
 from gva_jax.train.checkpoint import Checkpoints
 from gva_jax.train.evaluation import evaluation
@@ -128,9 +128,13 @@ def _check(study: Study) -> None:
     if jax.process_count() > 1:
         raise ConfigError(f"a study runs in one process, not in {jax.process_count()}; give each its own study")
     for name, variant in study.variants.items():
-        model = study.config(name).model
-        runtime.check_float64(model)
-        if variant.swap is not None and _shapes(model) != _shapes(changed(study.config(name), variant.swap).model):
+        config = study.config(name)
+        model = config.model
+        with naming(name):  # all of them, before the first is trained
+            runtime.check_float64(model)
+            Transformer(model)
+            sharding.check(config, sharding.make_mesh(config.mesh))
+        if variant.swap is not None and _shapes(model) != _shapes(changed(config, variant.swap).model):
             told = "must leave the parameters as they are: they are evaluated, not trained anew"
             raise ConfigError(f"variants.{name}.swap = {dict(variant.swap)!r}: {told}")
 
@@ -145,7 +149,9 @@ def _group(pending: list[Member], most: int) -> list[Member]:
     first = pending[0]
     if first.config.mesh != MeshConfig():  # it asks for devices of its own
         most = 1
-    return [member for member in pending if programs.shared(member) == programs.shared(first)][:most]
+    group = [member for member in pending if programs.shared(member) == programs.shared(first)][:most]
+    devices = jax.device_count()
+    return group if len(group) < devices else group[: len(group) // devices * devices]  # as many on each
 
 
 # ---- one program's training ------------------------------------------------------------------------------------------
@@ -217,7 +223,7 @@ class _Training:
         checkpoints.close()
         if not stopped:
             advance((options.steps - step) * count)  # nothing unless all diverged
-            self._write(records, state.params, display)
+            self._write(records, step, state.params, display)
             shutil.rmtree(self._folder, ignore_errors=True)
         for iterator in position.iterators.values():
             iterator.close()
@@ -259,26 +265,31 @@ class _Training:
 
     # ---- what came of it ---------------------------------------------------------------------------------------------
 
-    def _write(self, records: Records, params, display: Display) -> None:
-        """Measure the trained members and keep them. Held-out text is read for confirmations only."""
+    def _write(self, records: Records, step: int, params, display: Display) -> None:
+        """Measure the trained members and keep them. Held-out text is read for confirmations only.
+
+        All are measured before the first is kept: those of a group that a kill has parted from it train anew.
+        """
         position, corpus, config = self._position, self._corpus, self._config
         whole = lambda split: self._evaluate(params, self._split(split))
         development = whole("development")
         heldout = whole("heldout") if self._members[0].phase == CONFIRM else None
+        swapped = self._swapped(params)
         parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(self._program.abstract.params))
         per_member = parameters if len(self._members) == 1 else parameters // len(self._members)
         for i, member in enumerate(self._members):
-            alive = position.diverged[i] is None and bool(np.isfinite(development[i]).all())
+            finite = math.isfinite(evaluation(development[i]).perplexity)
+            alive = position.diverged[i] is None and finite
             measured = lambda sums, i=i, alive=alive: evaluation(sums[i]) if alive and sums is not None else None
             written = records.write(
                 member,
                 corpus={"hash": corpus.hash, **{name: vars(stats) for name, stats in corpus.splits.items()}},
                 parameters=per_member,
-                tokens=config.train.steps * config.data.batch_size * config.data.context_length,
+                tokens=step * config.data.batch_size * config.data.context_length,
                 curve=[(step, losses[i]) for step, losses in position.curve if math.isfinite(losses[i])],
                 development=measured(development),
                 heldout=measured(heldout),
-                swapped=measured(self._swapped(member, params)),
+                swapped=measured(swapped[i]),
                 diverged_at=None if alive else position.diverged[i] or config.train.steps,
                 seconds=round(position.seconds, 1),
                 together=len(self._members),
@@ -289,13 +300,15 @@ class _Training:
             )
             display.say(f"{member.name}: {_summary(written)}")
 
-    def _swapped(self, member: Member, params):
-        """Held-out sums under the variant's swap, (M, 3), or None."""
-        swap = self._study.variants[member.variant].swap
-        if swap is None or member.phase != CONFIRM:
-            return None
-        model = changed(member.config, swap).model
-        return self._program.evaluator(model)(params, self._split("heldout"))
+    def _swapped(self, params) -> list:
+        """By member: held-out sums of all, (M, 3), under its variant's swap, or None. Once for each model."""
+        variants, found = self._study.variants, {}
+        for member in self._members:
+            swap = variants[member.variant].swap
+            if swap is not None and member.phase == CONFIRM and member.variant not in found:
+                evaluate = self._program.evaluator(changed(member.config, swap).model)
+                found[member.variant] = evaluate(params, self._split("heldout"))
+        return [found.get(member.variant) for member in self._members]
 
 
 def _summary(record) -> str:

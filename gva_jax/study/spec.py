@@ -9,6 +9,8 @@ the key), so a parameter with the same path and shape in two variants starts fro
 variants add. Where an initialiser has another scale, the draw is the same up to that scale.
 """
 
+import contextlib
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -17,6 +19,7 @@ from typing import Any
 
 from gva_jax import config as configs
 from gva_jax.config import ConfigError, RunConfig, require
+from gva_jax.study.statistics import MOST_PAIRS
 
 SEARCH, CONFIRM = "search", "confirm"
 
@@ -54,6 +57,7 @@ class Search:
     steps: int | None = None
 
     def __post_init__(self):
+        _check_rates("search.learning_rates", self.learning_rates)
         require(bool(self.learning_rates), "search.learning_rates", self.learning_rates, "must name one or more")
         require(self.steps is None or self.steps >= 1, "search.steps", self.steps, "must be 1 or more")
 
@@ -116,10 +120,11 @@ class Study:
         plain = re.compile(r"[A-Za-z0-9][\w.+=-]*")
         require(bool(plain.fullmatch(self.name)), "study.name", self.name, "must be a plain folder name")
         require(bool(self.variants), "study.variants", dict(self.variants), "must name one or more")
+        _check_rates("study.learning_rates", self.learning_rates)
         some = bool(self.learning_rates) or self.search is not None
         require(some, "study.learning_rates", self.learning_rates, "give fixed ones, or a search for them")
-        require(bool(self.seeds), "study.seeds", self.seeds, "must be one or more numbers")
         self._check_seeds("study.seeds", self.seeds)
+        require(bool(self.seeds), "study.seeds", self.seeds, "must be one or more numbers")
         for name, variant in self.variants.items():
             require(bool(plain.fullmatch(name)), "study.variants", name, "must be a plain name: letters, digits, _.+=-")
             if variant.seeds is not None:
@@ -129,18 +134,27 @@ class Study:
                 right = "must be a variant with a search of its own"
                 good = self.search is not None and source is not None and source.rates_from is None
                 require(good, f"variants.{name}.rates_from", variant.rates_from, right)
-            config = self.config(name)
+            with naming(name):
+                config = self.config(name)
             if variant.swap is not None:
-                changed(config, variant.swap)
+                told = configs.difference(config, changed(config, variant.swap))
+                good = told and all(difference.startswith("model.") for difference in told)
+                right = "must change the model: the same weights are evaluated as another one"
+                require(bool(good), f"variants.{name}.swap", dict(variant.swap), right)
             for difference in configs.difference(self.base, config):
                 if difference.startswith(_SHARED):
                     raise ConfigError(f"variants.{name}: {difference}: must be the base's, or pairs are none")
         for pair in self.pairs:
             for name in pair:
                 require(name in self.variants, "study.pairs", pair, f"known are {', '.join(self.variants)}")
-            require(bool(self.paired_seeds(*pair)), "study.pairs", pair, "must have a seed in common")
+            require(len(set(pair)) == 2 == len(pair), "study.pairs", pair, "must be two different variants")
+            seeds = len(self.paired_seeds(*pair))
+            right = f"must have 1 to {MOST_PAIRS} seeds in common, not {seeds}: the exact test enumerates 2^n signs"
+            require(1 <= seeds <= MOST_PAIRS, "study.pairs", pair, right)
 
     def _check_seeds(self, name: str, seeds: tuple[int, ...]) -> None:
+        whole = isinstance(seeds, tuple | list) and all(type(seed) is int for seed in seeds)
+        require(whole, name, seeds, "must be a tuple of whole numbers")
         require(len(set(seeds)) == len(seeds), name, seeds, "must be different numbers")
         require(all(0 <= seed < 2**31 for seed in seeds), name, seeds, "must be at least 0 and below 2**31")
         fresh = self.search is None or self.search.seed not in seeds
@@ -188,6 +202,21 @@ class Study:
             train=replace(config.train, seed=seed, steps=steps),
         )
         return Member(phase, variant, config)
+
+
+def _check_rates(name: str, rates: tuple[float, ...]) -> None:
+    number = lambda rate: isinstance(rate, int | float) and math.isfinite(rate) and rate > 0
+    good = isinstance(rates, tuple | list) and all(map(number, rates)) and len(set(rates)) == len(rates)
+    require(good, name, rates, "must be a tuple of different numbers above 0")
+
+
+@contextlib.contextmanager
+def naming(variant: str) -> Iterator[None]:
+    """A mistake that is found within is one of this variant."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"variants.{variant}: {error}") from error
 
 
 def changed(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:

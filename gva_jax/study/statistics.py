@@ -5,6 +5,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+MOST_PAIRS = 20  # of which all 2^n choices of signs are enumerated
+
 
 def mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
@@ -68,10 +70,10 @@ def sign_flip(differences: Sequence[float]) -> float:
     2^(1 - n): 0.25 for three pairs, 0.0625 for five.
 
     Raises:
-      ValueError: more than 20 pairs, too many to enumerate.
+      ValueError: more than `MOST_PAIRS` pairs, too many to enumerate.
     """
-    if len(differences) > 20:
-        raise ValueError(f"{len(differences)} pairs: an exact test enumerates at most 20")
+    if len(differences) > MOST_PAIRS:
+        raise ValueError(f"{len(differences)} pairs: an exact test enumerates at most {MOST_PAIRS}")
     least = abs(math.fsum(differences)) * (1 - 1e-12)  # sums that are equal but for rounding count
     sums = (math.fsum(s * d for s, d in zip(signs, differences, strict=True))
             for signs in itertools.product((1, -1), repeat=len(differences)))  # fmt: skip

@@ -13,21 +13,25 @@ SPLITS = ("heldout", "development")
 def summarise(study: Study, records: Records) -> dict[str, Any]:
     """Everything that the report tells.
 
-    search: by variant: perplexity by learning rate (None: missing or diverged), the best, whether it lies at an edge
+    search: by variant: perplexity by learning rate (None: missing or diverged), those that diverged, the best, whether
+      it lies at an edge
     rows: by variant and learning rate: perplexity by seed and split, mean and sample SD, costs
     pairs: by (baseline, variant), learning rate and split: differences by seed, see `statistics.Comparison`
     swaps: held-out perplexity with the variant's swap
     missing, diverged: names of members
+    without_rate: variants that are not confirmed because the search diverged at every rate
     strangers: records in the folder that are not the study's
     """
     found = records.of(study)
     rates = records.rates(study)
     tried = [name for name in study.variants if study.seeds_of(name)]
-    rows = [_row(study, name, rate, confirmed(found)) for name in tried for rate in rates.get(name, (None,))]
+    rates_of = lambda name: rates.get(name) or (None,)
+    rows = [_row(study, name, rate, confirmed(found)) for name in tried for rate in rates_of(name)]
+    lost = [name for name in tried if rates.get(name) == ()]
     by_name = {(row["variant"], row["learning_rate"]): row for row in rows}
     pairs = []
     for baseline, variant in study.pairs:
-        for a, b in zip(rates.get(baseline, (None,)), rates.get(variant, (None,)), strict=True):
+        for a, b in zip(rates_of(baseline), rates_of(variant), strict=True):
             seeds = study.paired_seeds(baseline, variant)
             pairs += [_pair(by_name[baseline, a], by_name[variant, b], seeds, split) for split in SPLITS]
     trials = [member for member in study.search_members() if member.name not in found]
@@ -41,8 +45,12 @@ def summarise(study: Study, records: Records) -> dict[str, Any]:
         "rows": rows,
         "pairs": pairs,
         "swaps": [_swap(study, row, found) for row in rows if study.variants[row["variant"]].swap is not None],
-        "missing": [*(member.name for member in trials), *(name for row in rows for name in row["missing"])],
+        "missing": [
+            *(member.name for member in trials),
+            *(name for row in rows if row["variant"] not in lost for name in row["missing"]),
+        ],
         "diverged": [name for name, record in found.items() if record.diverged_at is not None],
+        "without_rate": lost,
         "strangers": records.strangers(study),
         "corpus": next((record.corpus for record in found.values()), None),
         **{name: _distinct(found, name) for name in ("versions", "revision", "device", "finished", "together")},
@@ -53,10 +61,12 @@ def _search(study: Study, found: Mapping[str, Record]) -> dict[str, Any]:
     """Empty where learning rates are fixed."""
     result: dict[str, Any] = {}
     for member in study.search_members():
-        part = result.setdefault(member.variant, {"steps": member.steps, "seed": member.seed, "perplexity": {}})
-        record = found.get(member.name)
+        nothing = {"steps": member.steps, "seed": member.seed, "perplexity": {}, "diverged": []}
+        part, record = result.setdefault(member.variant, nothing), found.get(member.name)
         known = record is not None and record.development is not None
         part["perplexity"][member.learning_rate] = record.development.perplexity if known else None
+        if record is not None and not known:
+            part["diverged"].append(member.learning_rate)
     for name, part in result.items():
         trials = [found.get(member.name) for member in study.search_members() if member.variant == name]
         best = None if None in trials else best_rate(trials)

@@ -10,6 +10,11 @@ from jax.sharding import Mesh
 from gva_jax.train.step import put
 
 
+def perplexity(loss: float) -> float:
+    """Infinite where it is too large for a float."""
+    return math.inf if loss >= 700 else math.exp(loss)
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """Sums over a split; what is read off them does not depend on how it was batched."""
@@ -25,7 +30,7 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.loss)
+        return perplexity(self.loss)
 
     @property
     def bits_per_byte(self) -> float:

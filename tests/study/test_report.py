@@ -10,7 +10,7 @@ import small
 
 from gva_jax.config import ConfigError
 from gva_jax.study import Variant, report
-from gva_jax.study.records import Records
+from gva_jax.study.records import Records, is_complete
 from gva_jax.study.spec import CONFIRM, changed
 from gva_jax.study.summary import summarise
 from gva_jax.train.evaluation import Evaluation
@@ -151,12 +151,20 @@ def test_a_rate_taken_from_another_variant(tmp_path):
     assert study.paired_seeds("gqa", "gva") == (11,)
 
 
-def test_no_rate_survives(tmp_path):
+def test_a_variant_without_a_rate_that_survives_is_told_and_the_others_go_on(tmp_path):
     study, records = small.searching(1e-2), Records(tmp_path)
     for member in study.search_members():
-        write(records, member, None, diverged_at=2)
-    with pytest.raises(ConfigError, match=r"variants\.gqa: diverged at every learning rate"):
-        records.rates(study)
+        alive = member.variant == "gva"
+        write(records, member, 9.0 if alive else None, diverged_at=None if alive else 2)
+    assert records.rates(study) == {"gqa": (), "gva": (1e-2,)} and not is_complete(study, records)
+    for member in study.confirm_members(records.rates(study)):
+        write(records, member, 9.0)
+    assert is_complete(study, records)
+    summary = report.write(study, tmp_path, "gva study small")
+    assert summary["without_rate"] == ["gqa"] and not summary["missing"]
+    text = (tmp_path / "report.md").read_text()
+    assert "Diverged at every learning rate of the search, and so not confirmed: gqa." in text
+    assert "| gqa | diverged |" in text and "| gqa | ? | 0 of 2 | incomplete |" in text
 
 
 @pytest.mark.parametrize(

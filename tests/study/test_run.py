@@ -177,11 +177,61 @@ def test_a_swap_is_measured_on_the_trained_weights(tmp_path):
     assert gva.swapped.targets == gva.heldout.targets and gva.swapped.loss != gva.heldout.loss
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("together", [1, 2])
+def test_a_swap_that_computes_the_same_measures_the_same(tmp_path, monkeypatch, together):
+    """Two seeds, whose weights differ: the same keys, made out of the values instead of folded into the query."""
+    swap = {"model.attention.form": "materialised"}
+    study = replace(small.study(variants={"gva": Variant(swap=swap)}, pairs=()))
+    models, kind = [], programs.Alone if together == 1 else programs.Together
+    evaluator = kind.evaluator
+    monkeypatch.setattr(kind, "evaluator", lambda self, model=None: models.append(model) or evaluator(self, model))
+    assert run.run(study, tmp_path, QUIET, together=together).complete
+    first, second = Records(tmp_path).of(study).values()
+    for record in (first, second):
+        assert record.swapped.targets == record.heldout.targets
+        assert record.swapped.loss == pytest.approx(record.heldout.loss, rel=1e-6)
+    assert abs(first.heldout.loss - second.heldout.loss) > 1e-4
+    assert sum(model is not None for model in models) == 2 // together  # once a program
+
+
+def test_checkpoints_are_saved_on_the_way(tmp_path, monkeypatch):
+    saved, save = [], run.Checkpoints.save
+    keep = lambda self, state, position: saved.append(int(state.step)) or save(self, state, position)
+    monkeypatch.setattr(run.Checkpoints, "save", keep)
+    study = replace(ONE_SEED, base=changed(ONE_SEED.base, {"train.checkpoint_every": 4}))
+    assert not run.run(study, tmp_path, QUIET, together=1, limit_members=1).complete
+    assert saved == [4]
+
+
+@pytest.mark.parametrize(
+    ("rate", "diverged_at", "steps"),
+    [(30.0, 6, 6), (1e30, 3, 4)],  # finite, but no perplexity; not finite, found while the next update runs
+)
+def test_what_explodes_has_diverged(tmp_path, rate, diverged_at, steps):
+    study = small.study(variants={"gva": Variant()}, pairs=(), seeds=(11,), learning_rates=(rate,))
+    study = replace(study, base=changed(study.base, {"train.max_skips": 1}))
+    assert run.run(study, tmp_path, QUIET, together=1).complete
+    (record,) = Records(tmp_path).of(study).values()
+    assert (record.development, record.heldout, record.diverged_at) == (None, None, diverged_at)
+    assert record.tokens == steps * 8 * 16
+
+
+@pytest.mark.parametrize(("count", "devices", "first"), [(5, 4, 4), (3, 4, 3), (9, 4, 8), (5, 1, 5)])
+def test_a_group_is_spread_evenly(monkeypatch, count, devices, first):
+    monkeypatch.setattr(jax, "device_count", lambda: devices)
+    study = small.study(variants={"gva": Variant()}, pairs=(), seeds=tuple(range(count)))
+    assert len(run._group(study.confirm_members({"gva": (1e-2,)}), 64)) == first
+
+
 def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path, whole):
     out = tmp_path / "out"
     gated = Variant(swap={"model.attention.value_transform": "full_glu"})
+    with_second = lambda changes: small.study(variants={"gva": Variant(), "second": Variant(changes)}, pairs=())
     for study, told in (
         (small.study(variants={"gva": gated}, pairs=()), "must leave the parameters as they are"),
+        (with_second({"model.attention.family": "mha"}), r"variants\.second: attention\.num_kv_heads = 1"),
+        (with_second({"mesh.tensor": 3}), r"variants\.second: .*mesh"),
         (replace(small.study(), base=changed(small.base(), {"model.dtype": "float64"})), "JAX_ENABLE_X64"),
         (replace(small.study(), base=changed(small.base(), {"model.vocab_size": 100})), "vocab"),
         (spec.with_source(small.study(), "prepared:nowhere"), "nowhere"),

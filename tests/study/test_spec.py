@@ -47,13 +47,24 @@ def test_the_search_has_equal_budgets_and_a_seed_of_its_own():
         (dict(seeds=()), "study.seeds"),
         (dict(seeds=(1, 1)), "must be different"),
         (dict(seeds=(-1,)), "must be at least 0"),
+        (dict(seeds=(11.5, 12)), r"study.seeds = \(11.5, 12\): must be a tuple of whole numbers"),
+        (dict(seeds=11), "study.seeds = 11: must be a tuple of whole numbers"),
+        (dict(pairs=(("gqa", "gqa"),)), "must be two different variants"),
+        (dict(seeds=tuple(range(21)), pairs=(("gqa", "gva"),)), "1 to 20 seeds in common, not 21"),
+        (dict(learning_rates=1e-2), "study.learning_rates = 0.01: must be a tuple of different numbers above 0"),
+        (dict(learning_rates=("1e-2",)), "must be a tuple of different numbers above 0"),
+        (dict(learning_rates=(1e-2, 1e-2)), "must be a tuple of different numbers above 0"),
+        (dict(learning_rates=(0.0,)), "must be a tuple of different numbers above 0"),
+        (dict(learning_rates=(float("nan"),)), "must be a tuple of different numbers above 0"),
         (dict(name="a/b"), "study.name"),
         (dict(variants={}), "study.variants"),
         (dict(variants={"a b": Variant()}), "plain name"),
         (dict(pairs=(("gqa", "mla"),)), "study.pairs"),
         (dict(learning_rates=()), "give fixed ones"),
         (dict(variants={"gqa": Variant({"model.attentoin.family": "gqa"})}), "model.attentoin"),
-        (dict(variants={"gqa": Variant({"model.attention.famly": "gqa"})}), "famly"),
+        (dict(variants={"gqa": Variant({"model.attention.famly": "gqa"})}), "variants.gqa: .*famly"),
+        (dict(variants={"gqa": Variant(swap={})}), "variants.gqa.swap = {}: must change the model"),
+        (dict(variants={"gqa": Variant(swap={"data.batch_size": 4})}), "swap = .*: must change the model"),
         (dict(variants={"gqa": Variant({"data.batch_size": 4})}), "data.batch_size: 8 -> 4"),
         (dict(variants={"gqa": Variant({"train.steps": 7})}), "train.steps: 6 -> 7"),
         (dict(variants={"gqa": Variant(rates_from="gva"), "gva": Variant()}), "search of its own"),
@@ -63,6 +74,12 @@ def test_the_search_has_equal_budgets_and_a_seed_of_its_own():
 def test_a_study_that_cannot_be_is_refused(change, told):
     with pytest.raises(ConfigError, match=told):
         replace(small.study(pairs=()), **change)
+
+
+@pytest.mark.parametrize("rates", [1e-2, (), ("1e-2",), (1e-2, 1e-2), (-1.0,)])
+def test_rates_of_a_search_that_are_none_are_refused(rates):
+    with pytest.raises(ConfigError, match=r"search\.learning_rates"):
+        Search(rates, seed=1)
 
 
 def test_shipped_studies_load_and_build():
