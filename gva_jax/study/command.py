@@ -6,6 +6,7 @@ import shlex
 import sys
 from pathlib import Path
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
 from rich.table import Table
 
@@ -30,7 +31,10 @@ def main(options: StudyOptions) -> int:
     display = Display(every=20.0, console=console)
     if options.plan:
         figures = costs(study)
-        _print(options, figures, display, lambda: cost_table(study, figures))
+        if options.json:
+            print(json.dumps({"members": figures, "hours": hours(figures)}, indent=2))
+        else:
+            display.show(cost_table(study, figures))
         return 0
     from gva_jax.study import report
 
@@ -52,13 +56,6 @@ def main(options: StudyOptions) -> int:
     if options.json:
         print(json.dumps(report.finite(summary), indent=2))
     return 0 if stopped_by is None else 128 + stopped_by
-
-
-def _print(options: StudyOptions, figures, display: Display, table) -> None:
-    if options.json:
-        print(json.dumps(figures, indent=2))
-    else:
-        display.show(table())
 
 
 def command_line(options: StudyOptions) -> str:
@@ -103,21 +100,32 @@ def costs(study: Study) -> list[dict]:
     return found
 
 
+def hours(figures: list[dict]) -> dict[str, float]:
+    """By chip: what the whole study would take one of them at `UTILISATION` of its bfloat16 peak."""
+    flops = sum(row["flops"] for row in figures)
+    return {chip.name: flops / (chip.flops * UTILISATION) / 3600 for chip in CHIPS}
+
+
 def cost_table(study: Study, figures: list[dict]) -> Group:
-    """With the hours that chips would take at `UTILISATION` of their peak, whole study, one chip."""
-    members = Table(title=f"study {study.name}", title_justify="left")
-    for column in ("phase", "variant", "members", "updates", "parameters", "tokens", "FLOPs"):
-        members.add_column(column, justify="left" if column in ("phase", "variant") else "right")
+    """`costs` and `hours`."""
+    members = Table(title=f"study {study.name}", title_justify="left", box=SIMPLE_HEAD, padding=0)
+    members.add_column("phase", no_wrap=True)
+    members.add_column("variant", overflow="fold")
+    for column in ("members", "updates", "parameters", "tokens", "FLOPs"):
+        members.add_column(column, justify="right", no_wrap=True)
     for row in figures:
-        counts = (f"{row[name]:,}" for name in ("members", "updates", "parameters", "tokens"))
-        members.add_row(row["phase"], row["variant"], *counts, f"{row['flops']:.3g}")
+        counts = (f"{row[name]:,}" for name in ("members", "updates", "parameters"))
+        members.add_row(row["phase"], row["variant"], *counts, f"{row['tokens']:.3g}", f"{row['flops']:.3g}")
     total = {name: sum(row[name] for row in figures) for name in ("members", "updates", "tokens", "flops")}
     members.add_section()
-    counts = f"{total['members']:,}", f"{total['updates']:,}", "", f"{total['tokens']:,}", f"{total['flops']:.3g}"
+    counts = f"{total['members']:,}", f"{total['updates']:,}", "", f"{total['tokens']:.3g}", f"{total['flops']:.3g}"
     members.add_row("all", "", *counts)
-    hours = Table(title=f"hours of one chip at {UTILISATION:.0%} of its bfloat16 peak", title_justify="left")
-    hours.add_column("chip")
-    hours.add_column("hours", justify="right")
-    for chip in CHIPS:
-        hours.add_row(chip.name, f"{total['flops'] / (chip.flops * UTILISATION) / 3600:,.2f}")
-    return Group(members, hours)
+    chips = Table(
+        title=f"hours of one chip at {UTILISATION:.0%} of its bfloat16 peak", title_justify="left", box=SIMPLE_HEAD
+    )
+    chips.add_column("chip")
+    chips.add_column("hours", justify="right")
+    for chip, time in hours(figures).items():
+        chips.add_row(chip, f"{time:,.1f}" if time >= 10 else f"{time:.2g}")
+    small = "Small models and batches reach less than that share: `gva plan` says what a step takes at least."
+    return Group(members, chips, small)

@@ -281,11 +281,19 @@ def test_the_command_goes_on_where_it_stopped(file, whole, tmp_path, capsys):
 
 def test_what_a_study_costs(file, capsys):
     assert cli.main(["study", str(file), "--plan", "--json"]) == 0
-    gqa, gva = json.loads(capsys.readouterr().out)
+    told = json.loads(capsys.readouterr().out)
+    gqa, gva = told["members"]
     assert (gqa["members"], gqa["updates"], gqa["tokens"]) == (2, 12, 12 * 8 * 16)
     assert gva["parameters"] == sum(x.size for x in jax.tree.leaves(run._shapes(small.base().model)))
-    assert cli.main(["study", "gatedv_small", "--plan"]) == 0
-    assert "2,328,192" in capsys.readouterr().out
+    assert told["hours"]["H100 SXM"] == pytest.approx((gqa["flops"] + gva["flops"]) / (0.3 * 989e12 * 3600), rel=0.01)
+
+
+def test_the_costs_of_shipped_studies_are_whole_on_a_narrow_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for name, figures in (("gatedv_small", ("2,328,192", "0.0006")), ("gva_350m", ("340,968,448", "gva_350m_scale_matched"))):
+        assert cli.main(["study", name, "--plan"]) == 0
+        out = capsys.readouterr().out
+        assert all(figure in out for figure in figures) and "…" not in out, out
 
 
 @pytest.mark.parametrize(
