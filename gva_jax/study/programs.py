@@ -1,10 +1,12 @@
 """Members on devices: one alone over the run's mesh, as the trainer runs it, or several together as one program.
 
-Members share a program if they differ only in learning rate, seeds and initialisation. Together their states have a
-leading axis of members, M; over several devices that axis is split, and nothing crosses the network.
+Members share a program if their parameters have the same shapes and they differ in nothing but learning rate, seeds and
+model. Together their states have a leading axis of members, M, over which each model's forward is `vmap`ped for those
+that are of it; over several devices that axis is split, and nothing crosses the network.
 """
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gva_jax import sharding
-from gva_jax.config import ModelConfig, RunConfig
+from gva_jax.config import MeshConfig, ModelConfig, RunConfig
 from gva_jax.model import Transformer
 from gva_jax.study.spec import Member
 from gva_jax.train import optimizer as optimizers
@@ -33,14 +35,54 @@ def default_together() -> int:
     return 1 if jax.default_backend() == "cpu" else _TOGETHER * jax.device_count()
 
 
-def shared(member: Member) -> tuple:
-    """Equal for members that can be one program: the forward, the optimiser and the layout of batches are the same."""
+def group(pending: Sequence[Member], most: int) -> list[Member]:
+    """The first pending member and those, `most` in all, that can be one program with it.
+
+    Of each model equally many, as `Together` splits them over the devices.
+    """
+    first = pending[0]
+    if most == 1 or first.config.mesh != MeshConfig():  # or it asks for devices of its own
+        return [first]
+    rows: dict[ModelConfig, list[Member]] = {}
+    for member in pending:
+        if _shared(member) == _shared(first):
+            rows.setdefault(_forward(member), []).append(member)
+    models = list(rows.values())[:most]
+    count, devices = min(len(models[0]), most // len(models)), jax.device_count()
+    if count > devices:
+        count -= count % devices  # as many on each
+    each = count // _spread(count)
+    models = [row for row in models if len(row) >= count]
+    return [m for start in range(0, count, each) for row in models for m in row[start : start + each]]
+
+
+def _spread(count: int) -> int:
+    """The most devices that `count` members can be split over."""
+    return max(n for n in range(1, jax.device_count() + 1) if count % n == 0)
+
+
+def _shared(member: Member) -> tuple:
+    """Equal for members that can be one program: parameters, optimiser and the layout of batches are the same."""
     config = member.config
-    attention = replace(config.model.attention, key_init="default")  # a matter of initial values alone
-    optimizer = replace(config.optimizer, learning_rate=1.0)
-    data = replace(config.data, seed=0)
-    model = replace(config.model, attention=attention)
-    return member.phase, model, data, optimizer, config.mesh, replace(config.train, seed=0)
+    optimizer, data = replace(config.optimizer, learning_rate=1.0), replace(config.data, seed=0)
+    return member.phase, _shapes(_forward(member)), data, optimizer, config.mesh, replace(config.train, seed=0)
+
+
+def _forward(member: Member) -> ModelConfig:
+    """The model but for its initial values."""
+    model = member.config.model
+    return replace(model, attention=replace(model.attention, key_init="default"))
+
+
+@functools.cache
+def _shapes(model: ModelConfig) -> tuple:
+    return tuple((jax.tree_util.keystr(path), x.shape, x.dtype)
+                 for path, x in jax.tree_util.tree_leaves_with_path(parameter_shapes(model)))  # fmt: skip
+
+
+def parameter_shapes(model: ModelConfig) -> dict:
+    """The abstract parameters of a model."""
+    return jax.eval_shape(Transformer(model).init, jax.random.key(0), jax.ShapeDtypeStruct((1, 1), np.int32))
 
 
 class Alone:
@@ -79,27 +121,50 @@ class Alone:
 
 
 class Together:
-    """Members that share a program, over as many of the devices as divide their number."""
+    """Members that share a program, in the order of `group`, over as many of the devices as divide them evenly."""
 
     def __init__(self, members: Sequence[Member], token_bytes: np.ndarray):
         self._count, self._token_bytes = len(members), token_bytes
-        count = max(n for n in range(1, jax.device_count() + 1) if len(members) % n == 0)
+        count = _spread(len(members) // len(set(map(_forward, members))))
+        self._models = self._of_each_device(members[: len(members) // count])
         self._mesh = jax.make_mesh((count,), ("members",), axis_types=(AxisType.Auto,), devices=jax.devices()[:count])
         self.config = config = members[0].config
-        self._model, accumulation = Transformer(config.model), config.train.accumulation
         axes = TrainState(step=None, params=0, opt_state=0, rng=0)  # all are at the same step
 
-        def one(state: TrainState, batch: dict, peak):
+        def one(model: Transformer, state: TrainState, batch: dict, peak):
             schedule = optimizers.learning_rate(config.optimizer, config.train.steps, peak)
             optimizer = optimizers.make(config.optimizer, config.train.steps, peak)
-            return train_function(self._model, optimizer, schedule, accumulation)(state, batch)
+            return train_function(model, optimizer, schedule, config.train.accumulation)(state, batch)
 
         parts = jax.tree.map(lambda axis: P("members") if axis == 0 else P(), axes, is_leaf=lambda axis: axis is None)
-        step = jax.vmap(one, in_axes=(axes, 0, 0), out_axes=(axes, 0))
-        step = self._split(step, (parts, P("members"), P("members")), (parts, P("members")))
+        step = self._split(
+            self._each(one, (axes, 0, 0), (axes, 0)), (parts, P("members"), P("members")), (parts, P("members"))
+        )
         self._step = jax.jit(step, donate_argnums=0)
         self._peaks = self._put(np.array([member.learning_rate for member in members], np.float32))
         self.abstract = self._abstract(axes)
+
+    @staticmethod
+    def _of_each_device(members: Sequence[Member]) -> list[tuple[Transformer, slice]]:
+        """The models of the members on a device, and where their members are."""
+        models, start = [], 0
+        for model, some in itertools.groupby(members, _forward):
+            stop = start + len(list(some))
+            models.append((Transformer(model), slice(start, stop)))
+            start = stop
+        return models
+
+    def _each(self, function, in_axes: tuple, out_axes):
+        """`function(model, *args)`, `vmap`ped, for each model's members on a device; results in the members' order."""
+
+        def call(*args):
+            found = []
+            for model, at in self._models:
+                some = [_along(axes, lambda x, at=at: x[at], arg) for axes, arg in zip(in_axes, args, strict=True)]
+                found.append(jax.vmap(functools.partial(function, model), in_axes, out_axes)(*some))
+            return _along(out_axes, lambda *x: jnp.concatenate(x), *found)
+
+        return call
 
     def _split(self, function, inputs, outputs):
         """`function` with each device on its own members."""
@@ -133,11 +198,22 @@ class Together:
         return self._step(state, batch, self._peaks)
 
     def evaluator(self, model: ModelConfig | None = None):
-        """As `Alone.evaluator`; every member reads the same batches."""
-        one = eval_function(self._model if model is None else Transformer(model), self._token_bytes)
-        step = jax.jit(self._split(jax.vmap(one, in_axes=(0, None)), (P("members"), P()), P("members")))
+        """As `Alone.evaluator`; every member reads the same batches, and all are `model`, if one is given."""
+        own = lambda network, params, batch: eval_function(network, self._token_bytes)(params, batch)
+        one = own if model is None else lambda _, params, batch: own(Transformer(model), params, batch)
+        step = jax.jit(self._split(self._each(one, (0, None), 0), (P("members"), P()), P("members")))
         place = lambda batch: jax.tree.map(jnp.asarray, batch)
         return lambda params, batches, most=0: totals(step, params, batches, place, most)
+
+
+def _along(axes, function, *trees):
+    """`function` of the leaves that have an axis of members, the first tree's others as they are.
+
+    `axes` is a prefix of the trees, as in `jax.vmap`.
+    """
+    is_none = lambda axis: axis is None
+    under = lambda axis, *parts: parts[0] if axis is None else jax.tree.map(function, *parts)
+    return jax.tree.map(under, axes, *trees, is_leaf=is_none)
 
 
 class Programs:

@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from gva_jax import __version__, runtime, sharding
-from gva_jax.config import ConfigError, MeshConfig, TrainConfig
+from gva_jax.config import ConfigError, TrainConfig
 from gva_jax.data.corpus import Corpus, check_fits
 from gva_jax.data.loader import evaluation_batches, train_iterator
 from gva_jax.data.prepare import prepare
@@ -95,7 +95,7 @@ def run(
             if limits.reached():
                 break
             most = min(together or programs.default_together(), limits.members or len(pending))
-            group = _group(pending, most)
+            group = programs.group(pending, most)
             training = _Training(group, compiled.of(group), study, corpus, folder)
             if not training.finish(records, limits, task.advance, display):
                 break
@@ -134,24 +134,10 @@ def _check(study: Study) -> None:
             runtime.check_float64(model)
             Transformer(model)
             sharding.check(config, sharding.make_mesh(config.mesh))
-        if variant.swap is not None and _shapes(model) != _shapes(changed(config, variant.swap).model):
+        shapes = programs.parameter_shapes
+        if variant.swap is not None and shapes(model) != shapes(changed(config, variant.swap).model):
             told = "must leave the parameters as they are: they are evaluated, not trained anew"
             raise ConfigError(f"variants.{name}.swap = {dict(variant.swap)!r}: {told}")
-
-
-def _shapes(model) -> dict:
-    init = Transformer(model).init
-    return jax.eval_shape(init, jax.random.key(0), jax.ShapeDtypeStruct((1, 1), np.int32))
-
-
-def _group(pending: list[Member], most: int) -> list[Member]:
-    """The first pending member and those, `most` in all, that can be one program with it."""
-    first = pending[0]
-    if first.config.mesh != MeshConfig():  # it asks for devices of its own
-        most = 1
-    group = [member for member in pending if programs.shared(member) == programs.shared(first)][:most]
-    devices = jax.device_count()
-    return group if len(group) < devices else group[: len(group) // devices * devices]  # as many on each
 
 
 # ---- one program's training ------------------------------------------------------------------------------------------

@@ -129,17 +129,27 @@ def test_members_together_equal_the_same_alone(whole, tmp_path, monkeypatch, dev
 
 
 @pytest.mark.long
-def test_variants_that_differ_in_initial_values_alone_are_one_program(tmp_path):
-    default = Variant({"model.attention.key_init": "default"})
-    study = small.study(seeds=(11,), pairs=(), variants={"matched": Variant(), "default": default})
-    for name, together in (("together", 2), ("alone", 1)):
+@pytest.mark.parametrize("devices", [1, 2])
+def test_variants_together_equal_the_same_alone(tmp_path, monkeypatch, devices):
+    """They differ in initial values, or in the forward; each with a swap to the other's."""
+    monkeypatch.setattr(jax, "device_count", lambda: devices)
+    variants = {
+        "silu": Variant(SILU, swap={"model.attention.value_transform": "none"}),
+        "matched": Variant(swap=SILU),
+        "default": Variant({"model.attention.key_init": "default"}),
+    }
+    study = small.study(pairs=(), variants=variants)
+    study = replace(study, base=changed(study.base, {"train.steps": 3}))
+    for name, together in (("together", 8), ("alone", 1)):
         assert run.run(study, tmp_path / name, QUIET, together=together).complete
-    alone = found(study, tmp_path / "alone")
-    for name, record in Records(tmp_path / "together").of(study).items():
-        assert record.together == 2
-        assert record.heldout.loss == pytest.approx(alone[name]["heldout"].loss, rel=1e-5)
-    matched, default = alone.values()
-    assert abs(matched["heldout"].loss - default["heldout"].loss) > 1e-3
+    alone, many = (Records(tmp_path / name).of(study) for name in ("alone", "together"))
+    assert sorted(record.together for record in many.values()) == [2, 2, 4, 4, 4, 4]
+    for name, record in many.items():
+        for split in ("development", "heldout", "swapped"):
+            one, other = getattr(record, split), getattr(alone[name], split)
+            assert one is other is None or one.loss == pytest.approx(other.loss, rel=1e-5)
+    losses = [x.loss for r in alone.values() for x in (r.heldout, r.swapped) if x is not None]
+    assert len(losses) == 10 and min(np.diff(sorted(losses))) > 1e-4  # so equality above says something
 
 
 def test_a_member_is_what_the_trainer_makes_of_its_config(whole, tmp_path):
@@ -221,7 +231,30 @@ def test_what_explodes_has_diverged(tmp_path, rate, diverged_at, steps):
 def test_a_group_is_spread_evenly(monkeypatch, count, devices, first):
     monkeypatch.setattr(jax, "device_count", lambda: devices)
     study = small.study(variants={"gva": Variant()}, pairs=(), seeds=tuple(range(count)))
-    assert len(run._group(study.confirm_members({"gva": (1e-2,)}), 64)) == first
+    assert len(programs.group(study.confirm_members({"gva": (1e-2,)}), 64)) == first
+
+
+SILU = {"model.attention.value_transform": "silu"}
+GLU = {"model.attention.value_transform": "full_glu"}
+
+
+@pytest.mark.parametrize(
+    ("most", "devices", "names"),
+    [
+        (8, 1, "gva11 gva12 gva13 silu11 silu12 silu13"),
+        (8, 3, "gva11 silu11 gva12 silu12 gva13 silu13"),  # one of each on a device
+        (8, 2, "gva11 silu11 gva12 silu12"),
+        (4, 1, "gva11 gva12 silu11 silu12"),
+        (2, 2, "gva11 silu11"),
+        (1, 2, "gva11"),
+    ],
+)
+def test_variants_of_the_same_parameters_are_one_program(monkeypatch, most, devices, names):
+    monkeypatch.setattr(jax, "device_count", lambda: devices)
+    variants = {"gva": Variant(), "glu": Variant(GLU), "silu": Variant(SILU)}
+    study = small.study(variants=variants, pairs=(), seeds=(11, 12, 13))
+    members = programs.group(study.confirm_members(dict.fromkeys(variants, (1e-2,))), most)
+    assert [f"{member.variant}{member.seed}" for member in members] == names.split()
 
 
 def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path, whole):
@@ -284,13 +317,16 @@ def test_what_a_study_costs(file, capsys):
     told = json.loads(capsys.readouterr().out)
     gqa, gva = told["members"]
     assert (gqa["members"], gqa["updates"], gqa["tokens"]) == (2, 12, 12 * 8 * 16)
-    assert gva["parameters"] == sum(x.size for x in jax.tree.leaves(run._shapes(small.base().model)))
+    assert gva["parameters"] == sum(x.size for x in jax.tree.leaves(programs.parameter_shapes(small.base().model)))
     assert told["hours"]["H100 SXM"] == pytest.approx((gqa["flops"] + gva["flops"]) / (0.3 * 989e12 * 3600), rel=0.01)
 
 
 def test_the_costs_of_shipped_studies_are_whole_on_a_narrow_terminal(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    for name, figures in (("gatedv_small", ("2,328,192", "0.0006")), ("gva_350m", ("340,968,448", "gva_350m_scale_matched"))):
+    for name, figures in (
+        ("gatedv_small", ("2,328,192", "0.0006")),
+        ("gva_350m", ("340,968,448", "gva_350m_scale_matched")),
+    ):
         assert cli.main(["study", name, "--plan"]) == 0
         out = capsys.readouterr().out
         assert all(figure in out for figure in figures) and "…" not in out, out
