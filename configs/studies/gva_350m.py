@@ -1,4 +1,7 @@
-"""The 350M family on 30B tokens, three seeds, as in arXiv 2609.13285 (its table 2). For a pod."""
+"""The 350M family on 30B tokens, three seeds, as in arXiv 2609.13285 (its table 2).
+
+One member at a time over all devices of a host; several hosts share the members (docs/studies.md).
+"""
 
 from gva_jax.config import load
 from gva_jax.study import Study, Variant
@@ -14,4 +17,5 @@ def study() -> Study:
         seeds=(1, 2, 3),
         pairs=tuple(("gqa_350m", name) for name in rows[1:]),
         learning_rates=(6e-4,),
+        together=1,
     )

@@ -69,7 +69,8 @@ def run(
     """Train what has not finished.
 
     Args:
-      together: members of one program at most; None: what suits the device, see `programs.default_together`.
+      together: members of one program at most; None: what the study says, else what suits the device, see
+        `programs.default_together`.
       limit_seconds, limit_members: stop, at a checkpoint, after so much time or so many members.
 
     Raises:
@@ -94,13 +95,15 @@ def run(
         while pending := [m for m in every(study, records.rates(study)) if records.get(m) is None]:
             if limits.reached():
                 break
-            most = min(together or programs.default_together(), limits.members or len(pending))
+            most = min(together or study.together or programs.default_together(), limits.members or len(pending))
             group = programs.group(pending, most)
             training = _Training(group, compiled.of(group), study, corpus, folder)
             if not training.finish(records, limits, task.advance, display):
                 break
             if limits.members is not None:
                 limits.members -= len(group)
+        if not pending:
+            shutil.rmtree(folder / "running", ignore_errors=True)  # of groups that did not go on as such
         return Outcome(not pending, stop.signum)
 
 

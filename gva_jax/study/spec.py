@@ -104,6 +104,8 @@ class Study:
       pairs: (baseline, variant), compared seed by seed.
       learning_rates: of the confirmations, a row each; without them
       search: finds one for each variant. With both, the search is there to be reported.
+      together: members of one program at most, unless the command says; None: what suits the device. 1 for models
+        that fill the devices one at a time.
       about: what is asked, for the head of the report.
     """
 
@@ -114,6 +116,7 @@ class Study:
     pairs: tuple[tuple[str, str], ...] = ()
     learning_rates: tuple[float, ...] = ()
     search: Search | None = None
+    together: int | None = None
     about: str = ""
 
     def __post_init__(self):
@@ -144,6 +147,8 @@ class Study:
             for difference in configs.difference(self.base, config):
                 if difference.startswith(_SHARED):
                     raise ConfigError(f"variants.{name}: {difference}: must be the base's, or pairs are none")
+        right = "must be 1 or more, or None"
+        require(self.together is None or self.together >= 1, "study.together", self.together, right)
         for pair in self.pairs:
             for name in pair:
                 require(name in self.variants, "study.pairs", pair, f"known are {', '.join(self.variants)}")

@@ -87,7 +87,7 @@ def test_killed_and_continued_equals_undisturbed(whole, tmp_path):
     assert len(list((tmp_path / "running").iterdir())) == 1
     assert run.run(study, tmp_path, QUIET, together=1).complete
     assert found(study, tmp_path) == found(study, whole)
-    assert not list((tmp_path / "running").iterdir())
+    assert not (tmp_path / "running").exists()
 
 
 def test_nothing_finished_is_run_again_from_the_records_alone(whole, tmp_path, monkeypatch):
@@ -203,6 +203,16 @@ def test_a_swap_that_computes_the_same_measures_the_same(tmp_path, monkeypatch, 
         assert record.swapped.loss == pytest.approx(record.heldout.loss, rel=1e-6)
     assert abs(first.heldout.loss - second.heldout.loss) > 1e-4
     assert sum(model is not None for model in models) == 2 // together  # once a program
+
+
+def test_a_study_says_how_many_train_together(tmp_path, monkeypatch):
+    monkeypatch.setattr(programs, "default_together", lambda: 8)
+    monkeypatch.setattr(programs, "Together", no_training)
+    study = small.study(variants={"gva": Variant()}, pairs=())
+    study = replace(study, base=changed(study.base, {"train.steps": 1}))
+    with pytest.raises(AssertionError, match="was trained"):
+        run.run(study, tmp_path, QUIET)
+    assert run.run(replace(study, together=1), tmp_path, QUIET).complete
 
 
 def test_checkpoints_are_saved_on_the_way(tmp_path, monkeypatch):

@@ -54,6 +54,7 @@ def test_the_search_has_equal_budgets_and_a_seed_of_its_own():
         (dict(learning_rates=1e-2), "study.learning_rates = 0.01: must be a tuple of different numbers above 0"),
         (dict(learning_rates=("1e-2",)), "must be a tuple of different numbers above 0"),
         (dict(learning_rates=(1e-2, 1e-2)), "must be a tuple of different numbers above 0"),
+        (dict(together=0), "study.together = 0: must be 1 or more"),
         (dict(learning_rates=(0.0,)), "must be a tuple of different numbers above 0"),
         (dict(learning_rates=(float("nan"),)), "must be a tuple of different numbers above 0"),
         (dict(name="a/b"), "study.name"),
