@@ -79,8 +79,10 @@ def check_transforms(family: str, attention: Any) -> None:
         name, right = wrong
         raise ConfigError(f"{name} = {getattr(attention, name)!r}: {right}")
     if (moments := attention.value_moments) is not None:
-        good = len(moments) == 4 and all(map(math.isfinite, moments)) and moments[1] > 0 and moments[3] > 0
-        require(good, "value_moments", moments, "must be mean and deviation of v, then of SiLU(v); both above 0")
+        four = isinstance(moments, tuple | list) and len(moments) == 4
+        numbers = four and all(isinstance(x, int | float) and math.isfinite(x) for x in moments)
+        right = "must be mean and deviation of v, then of SiLU(v); both deviations above 0"
+        require(numbers and moments[1] > 0 and moments[3] > 0, "value_moments", moments, right)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,9 @@ FAMILIES = {
     "gta": GroupedTiedAttention,
 }
 
+# Why families lack a field, where it is not its name that says it.
+_REASONS = {"k_norm": " (a norm of keys would not fold into the query)"}
+
 
 def build(config: AttentionConfig, *, dtype=jnp.float32, param_dtype=jnp.float32, **kwargs) -> Attention:
     """The module that `config` describes. `kwargs` are Linen's own (`name`, `parent`) or fields of the module.
@@ -51,6 +54,7 @@ def build(config: AttentionConfig, *, dtype=jnp.float32, param_dtype=jnp.float32
         if f.name in known:
             kwargs[f.name] = value
         elif f.name != "family" and value != f.default:
-            right = f"family {config.family!r} has no such field; leave it {f.default!r}"
+            why = _REASONS.get(f.name, "")
+            right = f"family {config.family!r} has no such field{why}; leave it {f.default!r}"
             raise ConfigError(f"attention.{f.name} = {value!r}: {right}")
     return module(dtype=jnp.dtype(dtype), param_dtype=jnp.dtype(param_dtype), **kwargs)

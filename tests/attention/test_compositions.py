@@ -90,6 +90,12 @@ def test_a_combination_is_refused_exactly_if_one_of_its_parts_is(family):
             dict(value_transform="affine_match", value_moments=(0.0, 0.0, 0.0, 1.0)),
             "value_moments = (0.0, 0.0, 0.0, 1.0): must be mean and deviation",
         ),
+        (
+            "gqa",
+            dict(value_transform="affine_match", value_moments=(0.0, "1", 0.0, 1.0)),
+            "value_moments = (0.0, '1', 0.0, 1.0): must be mean and deviation",
+        ),
+        ("gqa", dict(value_transform="affine_match", value_moments=1.0), "value_moments = 1.0: must be mean and dev"),
     ],
 )
 def test_what_cannot_be_is_refused_when_the_config_is_built(family, fields, message):

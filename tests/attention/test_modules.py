@@ -221,7 +221,10 @@ def test_cache_size_is_what_is_allocated(name, layout):
         (lambda: build(AttentionConfig("gqa", 4, 2, rope_dim=16)), "attention.rope_dim = 16: family 'gqa' has no such"),
         (lambda: build(AttentionConfig("gqa", 4, 2, rope_dim=0)), "attention.rope_dim = 0: family 'gqa' has no such"),
         (lambda: build(AttentionConfig("gqa", 4, 2, latent_dim=8)), "attention.latent_dim = 8: family 'gqa' has no"),
-        (lambda: build(AttentionConfig("gva", 4, 2, k_norm=True)), "attention.k_norm = True: family 'gva' has no"),
+        (
+            lambda: build(AttentionConfig("gva", 4, 2, k_norm=True)),
+            "attention.k_norm = True: family 'gva' has no such field (a norm of keys would not fold into the query)",
+        ),
         (
             lambda: build(AttentionConfig("mla", 4, 2, latent_dim=8, rope_dim=16)),
             "attention.num_kv_heads = 2: family 'mla' has no such field; leave it None",
