@@ -95,7 +95,7 @@ def _row(study: Study, variant: str, rate: float | None, rows: Mapping) -> dict[
         "bits_per_byte": _moments({s: r.heldout.bits_per_byte for s, r in there.items() if r.heldout}, seeds),
         "parameters": records[0].parameters if records else None,
         "tokens": records[0].tokens if records else None,
-        "seconds": mean([record.seconds / record.together for record in records]) if records else None,
+        "seconds": mean([record.seconds / record.together for record in records]) if set(there) == set(seeds) else None,
     }
 
 

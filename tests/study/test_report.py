@@ -87,7 +87,7 @@ def test_the_report_says_it(folder):
     assert (folder / "curves.csv").read_text().count("\n") == 1 + 2 * 6
 
 
-def test_figures_hold_each_pair_and_their_mean(folder):
+def test_figures_hold_each_pair_and_their_mean(folder, monkeypatch):
     pytest.importorskip("matplotlib")
     from gva_jax.study import figures
 
@@ -98,6 +98,15 @@ def test_figures_hold_each_pair_and_their_mean(folder):
     drawn = figures.draw(THREE, found, summary, folder)
     assert [path.name for path in drawn] == ["training.png", "last_quarter.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
+
+    plots = []
+    monkeypatch.setattr(figures.Figure, "savefig", lambda figure, *_, **__: plots.append(figure.axes[0]))
+    figures.draw(THREE, found, summary, folder)
+    for axes, first in zip(plots, (2, 6), strict=True):
+        *pairs, mean, _ = axes.get_lines()
+        assert [line.get_ydata()[-1] for line in (*pairs, mean)] == pytest.approx([-5, 2, -2.5, -5.5 / 3])
+        assert all(min(line.get_xdata()) == first for line in (*pairs, mean))
+        assert mean.get_linewidth() > 2 * max(line.get_linewidth() for line in pairs)
 
 
 def test_a_missing_run_is_named_and_nothing_is_averaged_over_it(folder):
@@ -110,6 +119,7 @@ def test_a_missing_run_is_named_and_nothing_is_averaged_over_it(folder):
     text = (folder / "report.md").read_text()
     assert "not complete" in text and "- confirm-gva-lr0.01-seed12" in text
     assert "| gva | 0.01 | 2 of 3 | incomplete | incomplete | incomplete |" in text
+    assert "| gva | 0.01 | 1,234 | 768 |  |" in text  # nor the time
     assert "2 of 3 pairs" in text and "-2.00%" not in text
 
 
