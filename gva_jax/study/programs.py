@@ -44,8 +44,9 @@ def group(pending: Sequence[Member], most: int) -> list[Member]:
     if most == 1 or first.config.mesh != MeshConfig():  # or it asks for devices of its own
         return [first]
     rows: dict[ModelConfig, list[Member]] = {}
+    shared = _shared(first)
     for member in pending:
-        if _shared(member) == _shared(first):
+        if _shared(member) == shared:
             rows.setdefault(_forward(member), []).append(member)
     models = list(rows.values())[:most]
     count, devices = min(len(models[0]), most // len(models)), jax.device_count()

@@ -137,8 +137,10 @@ def _check(study: Study) -> None:
             runtime.check_float64(model)
             Transformer(model)
             sharding.check(config, sharding.make_mesh(config.mesh))
-        shapes = programs.parameter_shapes
-        if variant.swap is not None and shapes(model) != shapes(changed(config, variant.swap).model):
+        if variant.swap is None:
+            continue
+        swapped, shapes = changed(config, variant.swap).model, programs.parameter_shapes
+        if shapes(model) != shapes(swapped):
             told = "must leave the parameters as they are: they are evaluated, not trained anew"
             raise ConfigError(f"variants.{name}.swap = {dict(variant.swap)!r}: {told}")
 
