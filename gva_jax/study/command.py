@@ -73,14 +73,21 @@ def command_line(options: StudyOptions) -> str:
 
 
 def costs(study: Study) -> list[dict]:
-    """By phase and variant: members, updates, parameters, tokens, training FLOPs (see `gva_jax.info`)."""
-    from gva_jax import info
+    """By phase and variant: members, updates, parameters, tokens, training FLOPs (see `gva_jax.info`).
 
+    Raises:
+      ConfigError: a model that cannot be, or a swap that a run would refuse.
+    """
+    from gva_jax import info
+    from gva_jax.study import programs
+
+    programs.check_swaps(study)
     trials = study.search_members()
     found = []
     for name in study.variants:
         config = study.config(name)
-        figures = info.describe(config)
+        with spec.naming(name):
+            figures = info.describe(config)
         phases = {
             spec.SEARCH: [member.steps for member in trials if member.variant == name],
             spec.CONFIRM: [config.train.steps] * len(study.seeds_of(name)) * max(len(study.learning_rates), 1),

@@ -17,9 +17,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gva_jax import sharding
-from gva_jax.config import MeshConfig, ModelConfig, RunConfig
+from gva_jax.config import MeshConfig, ModelConfig, RunConfig, require
 from gva_jax.model import Transformer
-from gva_jax.study.spec import Member
+from gva_jax.study.spec import Member, Study, changed, naming
 from gva_jax.train import optimizer as optimizers
 from gva_jax.train import state as states
 from gva_jax.train.evaluation import totals
@@ -84,6 +84,18 @@ def _shapes(model: ModelConfig) -> tuple:
 def parameter_shapes(model: ModelConfig) -> dict:
     """The abstract parameters of a model."""
     return jax.eval_shape(Transformer(model).init, jax.random.key(0), jax.ShapeDtypeStruct((1, 1), np.int32))
+
+
+def check_swaps(study: Study) -> None:
+    """Raises ConfigError for a swap that changes the parameters: it has no weights to be evaluated with."""
+    for name, variant in study.variants.items():
+        if variant.swap is None:
+            continue
+        config = study.config(name)
+        with naming(name):
+            same = parameter_shapes(config.model) == parameter_shapes(changed(config, variant.swap).model)
+            right = "must leave the parameters as they are: they are evaluated, not trained anew"
+            require(same, "swap", dict(variant.swap), right)
 
 
 class Alone:

@@ -130,19 +130,13 @@ def _alone_in(folder: Path) -> Iterator[None]:
 def _check(study: Study) -> None:
     if jax.process_count() > 1:
         raise ConfigError(f"a study runs in one process, not in {jax.process_count()}; give each its own study")
-    for name, variant in study.variants.items():
+    for name in study.variants:
         config = study.config(name)
-        model = config.model
         with naming(name):  # all of them, before the first is trained
-            runtime.check_float64(model)
-            Transformer(model)
+            runtime.check_float64(config.model)
+            Transformer(config.model)
             sharding.check(config, sharding.make_mesh(config.mesh))
-        if variant.swap is None:
-            continue
-        swapped, shapes = changed(config, variant.swap).model, programs.parameter_shapes
-        if shapes(model) != shapes(swapped):
-            told = "must leave the parameters as they are: they are evaluated, not trained anew"
-            raise ConfigError(f"variants.{name}.swap = {dict(variant.swap)!r}: {told}")
+    programs.check_swaps(study)
 
 
 # ---- one program's training ------------------------------------------------------------------------------------------

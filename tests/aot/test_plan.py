@@ -8,6 +8,8 @@ import sys
 import pytest
 import targets
 
+from gva_jax import config as configs
+
 CONFIG = """
 from gva_jax.config import AttentionConfig, DataConfig, ModelConfig, RunConfig
 
@@ -20,10 +22,11 @@ L, D, F, V, H, G, d, r, T, B = 3, 128, 256, 512, 4, 2, 64, 16, 640, 8
 MATRICES = D * H * d + D * G * d + D * r + d * H * (d - r) + H * d * D + 3 * D * F
 
 
-def plan(tmp_path, topology, *meshes):
-    """What the command prints as JSON, and its exit status."""
-    config = tmp_path / "tiny.py"
-    config.write_text(CONFIG)
+def plan(tmp_path, topology, *meshes, config=None):
+    """What the command prints as JSON of `config` or the tiny one, and its exit status."""
+    if config is None:
+        config = tmp_path / "tiny.py"
+        config.write_text(CONFIG)
     environment = os.environ | {"GVA_JAX_CACHE": str(tmp_path), "PYTHONPATH": str(targets.ROOT), "XLA_FLAGS": ""}
     arguments = [str(config), "--topology", topology, "--json", *(part for mesh in meshes for part in ("--mesh", mesh))]
     command = [sys.executable, "-c", "import sys; from gva_jax.cli import main; sys.exit(main())", "plan", *arguments]
@@ -55,6 +58,18 @@ def test_tpus(tmp_path):
     assert one["memory"]["padding"] > 0 and one["memory"]["temporaries"] > 0
     assert one["bytes_over"].keys() == {"fsdp"} and one["bytes_over"]["fsdp"] > 0
     assert one["bound"] == max(one["seconds"].values()) > 0 and 0 < one["mfu"] < 1
+
+
+def test_a_shipped_config_with_gated_values(tmp_path):
+    needs("v5e")
+    config = configs.load("gatedv_small_silu")
+    (one,), code, _ = plan(tmp_path, "v5e:1x1", config="gatedv_small_silu")
+    assert code == 0 and one["fits"] and one["parameters"] == 2_328_192
+    L, D, F, V = (getattr(config.model, name) for name in ("num_layers", "model_dim", "hidden_dim", "vocab_size"))
+    B, T, H, d = config.data.batch_size, config.data.context_length, 4, 32
+    assert one["flops"]["matmul"] == 2 * B * T * 3 * (L * (4 * D * H * d + 3 * D * F) + V * D)
+    assert one["kernel_calls"] == {"splash_mha_fwd": L, "splash_mha_dq": L, "splash_mha_dkv": L}
+    assert one["flops"]["attention_kernels"] == 2 * L * B * H * T * T * (2 + 3 + 4) * d  # a sequence is one block
 
 
 def test_gpus(tmp_path):

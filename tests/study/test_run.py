@@ -15,7 +15,7 @@ from small import QUIET
 from gva_jax import cli
 from gva_jax.config import ConfigError
 from gva_jax.display import Display
-from gva_jax.study import Variant, programs, run, spec
+from gva_jax.study import Variant, command, programs, run, spec
 from gva_jax.study.records import Record, Records
 from gva_jax.study.spec import changed
 from gva_jax.train import loop
@@ -282,6 +282,12 @@ def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path, whole):
         with pytest.raises(ConfigError, match=told):
             run.run(study, out, QUIET)
     assert not out.exists()
+    for study, told in (
+        (small.study(variants={"gva": gated}, pairs=()), r"variants\.gva: swap = .*must leave the parameters"),
+        (with_second({"model.attention.family": "mha"}), r"variants\.second: attention\.num_kv_heads = 1"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            command.costs(study)
     with pytest.raises(ConfigError, match=r"optimizer\.b1: 0\.9 -> 0\.8"):
         run.run(replace(small.study(), base=changed(small.base(), {"optimizer.b1": 0.8})), whole, QUIET)
 
