@@ -25,8 +25,8 @@ def study() -> Study:
         name="gva_small",
         about="Grouped value attention (72 scalars of cache per token and layer at r = 8) against grouped-query "
         "attention (128), each with and without SiLU on the values: 6 layers, width 128, 4 heads of 32 in 2 groups. "
-        "The other rows on the first seed, at a learning rate found for one of these; on it also GQA and GVA, each "
-        "at the other's rate.",
+        "The other rows on the first seed, at a learning rate found for one of these; on it also GQA at GVA's "
+        "rate and the other way round.",
         base=changed(load("gatedv_small"), REDUCED | {"train.steps": 1200}),
         variants={
             "gqa": Variant(_GQA),
@@ -35,6 +35,7 @@ def study() -> Study:
             "gva_r8_silu": Variant(_gva(8) | SILU),
             "gqa_other_rate": once(_GQA, "gva_r8"),
             "gva_r8_other_rate": once(_gva(8), "gqa"),
+            "gva_r8_silu_other_rate": once(_gva(8) | SILU, "gva_r8"),
             "gva_baseline": once(_FULL_ROPE, "gva_r8"),
             "gva_scale_matched": once(_FULL_ROPE | _MATCHED, "gva_r8"),
             "gva_r16": once(_gva(16), "gva_r8"),
@@ -51,6 +52,7 @@ def study() -> Study:
             ("gqa_silu", "gva_r8_silu"),
             ("gqa", "gva_r8_other_rate"),
             ("gqa_other_rate", "gva_r8"),
+            ("gqa_other_rate", "gva_r8_silu_other_rate"),
             ("gva_baseline", "gva_scale_matched"),
             ("gva_scale_matched", "gva_r8"),
             ("gqa_other_rate", "gva_r16"),
