@@ -54,17 +54,22 @@ def draw(study: Study, found: Mapping[str, Record], summary: dict, folder: Path)
     ]
 
 
+def style(i: int) -> dict[str, str]:
+    """Colour and dashes of pair i: ten colours, again with other dashes."""
+    colours, dashes = matplotlib.color_sequences["tab10"], ("-", "--", ":", "-.")
+    return {"color": colours[i % 10], "linestyle": dashes[i // 10 % 4]}
+
+
 def _figure(lines: Mapping[str, list[dict[int, float]]], start: float, title: str, path: Path) -> Path:
-    figure = Figure(figsize=(7, 5), layout="constrained")
+    rows = (len(lines) + 1) // 2
+    figure = Figure(figsize=(7, 4.2 + 0.2 * rows), layout="constrained")
     axes = figure.subplots()
-    colours = matplotlib.color_sequences["tab10"]
     for i, (label, (*pairs, average)) in enumerate(lines.items()):
-        colour = colours[i % len(colours)]
         for line in pairs:
             steps = [step for step in line if step >= start]
-            axes.plot(steps, [line[step] for step in steps], color=colour, linewidth=0.7, alpha=0.6)
+            axes.plot(steps, [line[step] for step in steps], **style(i), linewidth=0.7, alpha=0.6)
         steps = [step for step in average if step >= start]
-        axes.plot(steps, [average[step] for step in steps], color=colour, linewidth=2.4, label=label)
+        axes.plot(steps, [average[step] for step in steps], **style(i), linewidth=2.4, label=label)
     axes.axhline(0, color="0.5", linewidth=0.8)
     axes.set(title=title, xlabel="updates", ylabel="change in perplexity, %")
     figure.legend(loc="outside lower center", ncols=2, fontsize="small", frameon=False)

@@ -109,6 +109,14 @@ def test_figures_hold_each_pair_and_their_mean(folder, monkeypatch):
         assert mean.get_linewidth() > 2 * max(line.get_linewidth() for line in pairs)
 
 
+def test_no_two_pairs_of_a_figure_look_alike():
+    pytest.importorskip("matplotlib")
+    from gva_jax.study import figures
+
+    assert len({(figures.style(i)["color"], figures.style(i)["linestyle"]) for i in range(40)}) == 40
+    assert figures.style(0)["linestyle"] == "-" and figures.style(0)["color"] == figures.style(10)["color"]
+
+
 def test_a_missing_run_is_named_and_nothing_is_averaged_over_it(folder):
     (folder / "members" / "confirm-gva-lr0.01-seed12.json").unlink()
     summary = report.write(THREE, folder, "gva study small")
